@@ -16,8 +16,8 @@ from transferd.runtime.aio import uncancelled
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.storage import batch
-from transferd.storage.base import EXISTS, FOUND, MISSING, STORED, Blob, Found
-from transferd.storage.batch import Damaged
+from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Take
+from transferd.storage.batch import Answer, Damaged
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.lru import Use
 
@@ -87,15 +87,15 @@ class ScriptedStorage(IndexedStorage):
 
         self._effect("write", name, change)
 
-    def _read(self, name: str, data: memoryview) -> bool:
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         def change() -> bool:
-            stored = self.objects.get(name)
+            stored = self.objects.get(item.name)
             if stored is None:
                 return False
-            data[:] = stored
+            slot[:] = stored
             return True
 
-        return bool(self._effect("read", name, change))
+        return bool(self._effect("read", item.name, change)) and (take is None or take(slot) or LEFT)
 
     def _remove(self, name: str) -> None:
         self._effect("remove", name, lambda: self._pop(name))

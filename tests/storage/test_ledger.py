@@ -1,4 +1,4 @@
-"""The file of orders: what is torn is cut, what is damaged is useless, what is removed is written again."""
+"""The file of orders: what is damaged is useless as a whole, and each order replaces it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 
 from transferd.storage.ledger import MAGIC, Ledger
-from transferd.storage.orders import Epoch, Fits, OrderRecord
+from transferd.storage.orders import By, Epoch, Fits, Listed, PinRecord, PurgeRecord
 
-EPOCH = Epoch(3, "mark", "family", (2, "before"), 7)
-ORDERS = [
-    OrderRecord("b-8", "purge", 5.0, fits=Fits(model="m")),
-    OrderRecord("b-8", "applied"),
-    OrderRecord("b-9", "pin", names=["ab"]),
-]
+PURGE = PurgeRecord("b-8", 5.0, Fits(model="m", names=["ab"]), By(uid=7))
+PINS = [PinRecord(9, 60.0, "e", ["ab"], 7), PinRecord(10, 60.0, "e", ["cd"], ended=True)]
+LISTED = Listed(Epoch(3, "mark", "family", (2, "before"), 7), [PURGE], {"b-8"}, PINS)
 
 
 def made(directory: Path, lost: str = "") -> Ledger:
@@ -26,48 +23,29 @@ def made(directory: Path, lost: str = "") -> Ledger:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     one = made(tmp_path)
-    assert (one.listed.head, one.listed.problem) == (None, "")
-    one.write(EPOCH, 1.0, ORDERS[:1])
-    one.append(ORDERS[1:])
-    again = made(tmp_path)
-    assert again.listed == one.listed
-    assert again.store == one.store == one.store_there()
-    assert again.listed.head is not None
-    assert Epoch.of(again.listed.head) == EPOCH
-    assert (again.listed.applied, again.listed.orders) == ({"b-8"}, [ORDERS[0], ORDERS[2]])
-    assert again.nbytes == (tmp_path / "orders").stat().st_size
+    assert one.listed == Listed()
+    for listed in (LISTED, Listed(LISTED.epoch)):
+        one.write(listed)
+        assert made(tmp_path).listed == one.listed == listed
+    (tmp_path / "orders").unlink()  # somebody removes it
+    one.write(LISTED)
+    assert made(tmp_path).listed == LISTED
+    assert [path.name for path in tmp_path.iterdir()] == ["orders"]
 
 
-def test_a_torn_end_is_cut_wherever_it_was_torn(tmp_path: Path) -> None:
+def test_a_damaged_or_cut_list_is_useless(tmp_path: Path) -> None:
     one, file = made(tmp_path), tmp_path / "orders"
-    one.write(EPOCH, 1.0, ORDERS[:1])
-    whole = file.read_bytes()
-    one.append(ORDERS[2:])
+    one.write(LISTED)
     data = file.read_bytes()
-    for length in range(len(whole), len(data)):
-        for end in (data[:length], data[:length] + bytes(len(data) - length)):  # cut, or its bytes never came
-            file.write_bytes(end)
-            again = made(tmp_path)
-            assert again.listed.orders == ORDERS[:1], length
-            again.append(ORDERS[1:2])
-            assert made(tmp_path).listed.applied == {"b-8"}
-            assert made(tmp_path).listed.orders == ORDERS[:1]
+    damaged = [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(len(data))]
+    for content in (*damaged, *(data[:length] for length in range(len(data)))):
+        file.write_bytes(content)
+        listed = made(tmp_path).listed
+        assert listed.problem
+        assert listed == Listed(problem=listed.problem)
 
 
-def test_a_damaged_record_before_the_end_makes_it_useless(tmp_path: Path) -> None:
-    one, file = made(tmp_path), tmp_path / "orders"
-    one.write(EPOCH, 1.0, ORDERS)
-    data = file.read_bytes()
-    for at in (0, len(MAGIC), len(MAGIC) + 20, data.index(b'"purge"')):
-        damaged = bytearray(data)
-        damaged[at] ^= 1
-        file.write_bytes(damaged)
-        again = made(tmp_path)
-        assert again.listed.problem
-        assert not again.listed.orders
-
-
-@pytest.mark.parametrize("content", [b"", MAGIC, b"x" * 100, MAGIC + b"ordr" + bytes(100)])
+@pytest.mark.parametrize("content", [b"", MAGIC, b"x" * 100, MAGIC + bytes(100)])
 def test_a_file_that_is_not_a_list_has_a_problem(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "orders").write_bytes(content)
     assert made(tmp_path).listed.problem
@@ -81,20 +59,9 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     assert made(tmp_path).listed.problem
 
 
-@pytest.mark.parametrize("how", ["removed", "cut"])
-def test_a_list_that_somebody_removes_is_written_again(how: str, tmp_path: Path) -> None:
-    one, file = made(tmp_path), tmp_path / "orders"
-    one.write(EPOCH, 1.0, ORDERS[:1])
-    file.unlink() if how == "removed" else file.write_bytes(b"")
-    one.append(ORDERS[1:])
-    assert made(tmp_path).listed == one.listed
-
-
 def test_nothing_is_written_where_another_store_is(tmp_path: Path) -> None:
     one = made(tmp_path, lost="its lock was replaced")
     with pytest.raises(OSError, match="replaced"):
-        one.write(EPOCH, 1.0, ORDERS)
-    with pytest.raises(OSError, match="replaced"):
-        one.append(ORDERS)
+        one.write(LISTED)
     assert not list(tmp_path.iterdir())
     assert one.behind

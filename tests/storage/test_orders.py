@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
+import msgspec
 
-from transferd.storage.orders import By, Epoch, Fits, Listed, OrderBook, OrderRecord, Overdue, digest, families
-from transferd.storage.pins import KeptPin
+from transferd.storage.orders import (
+    FEW_PINS,
+    MANY_ORDERS,
+    MOST_NAMES,
+    By,
+    Epoch,
+    Fits,
+    Listed,
+    OrderBook,
+    Overdue,
+    PurgeRecord,
+    digest,
+    families,
+)
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
@@ -20,15 +32,12 @@ def book(*lists: Listed, now: float = 1000.0) -> OrderBook:
     return one
 
 
-def listed(*orders: OrderRecord, epoch: Epoch = EPOCH) -> Listed:
-    one = Listed(epoch.head("store", 0.0))
-    for order in orders:
-        one.add(order)
-    return one
+def listed(*purges: PurgeRecord, applied: bool = False, epoch: Epoch = EPOCH) -> Listed:
+    return Listed(epoch, list(purges), {order.id for order in purges if applied})
 
 
 def goes(fits: Fits, name: str = NAME, written: float = 50.0) -> bool:
-    return Overdue([OrderRecord("b-1", "purge", 100.0, fits=fits)], everything=False).fits(name, written)
+    return Overdue([PurgeRecord("b-1", 100.0, fits)], everything=False).fits(name, written)
 
 
 def test_a_disk_that_was_away_removes_all_that_may_fit_and_nothing_else() -> None:
@@ -45,24 +54,32 @@ def test_a_disk_that_was_away_removes_all_that_may_fit_and_nothing_else() -> Non
     assert Overdue([], everything=True).fits(NAME, 1e12)
 
 
-def test_a_purge_of_many_names_is_several_orders() -> None:
-    names = frozenset(f"m/f/g/{number}/0" for number in range(70_000))
+def test_an_epoch_ends_when_no_disk_needs_its_purges_or_they_are_too_many() -> None:
     one = book()
-    orders = one.purge(Selection(names), By(7, 8, "e"), None)
-    assert [len(order.fits.names or ()) for order in orders if order.fits] == [65_536, 4_464]
-    assert list(one.purges.values()) == orders == one.left_for(listed())
-    assert not one.left_for(listed(*[OrderRecord(order.id, "applied") for order in orders]))
+    assert one.epoch is not None
+    for number in range(MANY_ORDERS):
+        assert not one.tidy(applied=True), number
+        order = one.purge(Selection(model="m"), By(7, 8, "e"), None)
+    assert one.left_for(one.listed([order.id])) == list(one.purges.values())[:-1]
+    assert not one.tidy(applied=False)
+    before = one.epoch
+    assert one.tidy(applied=True)
+    assert (one.epoch.before, one.epoch.last, one.purges) == ((before.number, before.mark), order.number, {})
+    names = frozenset(f"m/f/g/{number}/0" for number in range(MOST_NAMES + 1))
+    one.purge(Selection(names), By(), None)
+    assert one.tidy(applied=False), "a disk that is away is emptied when it returns"
 
 
 def test_a_disk_follows_an_epoch_if_it_has_missed_nothing() -> None:
     before = Epoch(3, "before", "family")
-    last = OrderRecord("b-7", "purge", fits=Fits())
+    last = PurgeRecord("b-7", 0.0, Fits())
     assert listed().follows(EPOCH) == ""
-    assert listed(last, OrderRecord("b-7", "applied"), epoch=before).follows(EPOCH) == "", "killed between two disks"
+    assert listed(last, applied=True, epoch=before).follows(EPOCH) == "", "killed between two disks"
     assert listed(last, epoch=before).follows(EPOCH), "it has not applied it"
     assert listed(epoch=before).follows(EPOCH), "an image of it from before that order"
     assert listed(epoch=Epoch(4, "alone", "family")).follows(EPOCH), "each was alone for a while"
-    assert "another" in listed(epoch=Epoch(4, "now", "other", (3, "x"))).follows(dataclasses.replace(EPOCH, mark="y"))
+    other = listed(epoch=Epoch(4, "now", "other", (3, "x")))
+    assert "another" in other.follows(msgspec.structs.replace(EPOCH, mark="y"))
     assert Listed().follows(EPOCH)
     assert Listed(problem="damaged").follows(EPOCH)
 
@@ -78,44 +95,47 @@ def test_the_newest_epoch_of_the_disks_with_objects_counts() -> None:
 
 def test_orders_of_all_disks_hold_also_where_they_were_not_given() -> None:
     first = book()
-    orders = first.purge(Selection(model="m"), By(), None)
-    pins = first.pin(A, [NAME], 60.0) + first.unpin(A, [NAME]) + first.pin(B, [NAME], 60.0)
-    assert first.epoch is not None
-    has_all = listed(*orders, *pins, epoch=first.epoch)
-    missed_the_end = listed(*pins[:1], epoch=first.epoch)
+    order = first.purge(Selection(model="m"), By(), None)
+    first.pin(A, [NAME], 60.0)
+    missed_the_end = msgspec.structs.replace(first.listed(()), purges=[])
+    first.unpin([NAME], A)
+    first.pin(B, [NAME], 60.0)
+    has_all = first.listed(())
     for lists in ([has_all, missed_the_end], [missed_the_end, has_all]):
         again = book(*lists)
-        assert again.left_for(missed_the_end) == orders
+        assert again.left_for(missed_the_end) == [order]
         assert [owner for owner, _ in again.pinned(NAME)] == [B]
         given = again.purge(Selection(), By(), None)
-        assert given[0].number > max(order.number for order in pins), "later than those of earlier lives"
+        assert given.number > max(pin.number for pin in has_all.pins), "later than those of earlier lives"
 
 
-def test_pins_are_written_as_they_are_now_and_end() -> None:
+def test_pins_are_listed_as_they_are_now_and_end() -> None:
     now = [1000.0]
     one = OrderBook(lambda: now[0])
     one.begin([], [])
     for _ in range(50):
         one.pin(A, [NAME, "m/f/g/bb/0"], 60.0)
-    one.restore([KeptPin(NAME, B, 10.0), KeptPin(NAME, "no engine", 10.0)])
-    assert len(one.everything(())) == 2
+    one.pin(B, [NAME], 10.0)
+    assert len(one.listed(()).pins) == 2
     assert sorted(one.pinned(NAME)) == [(A, 60.0), (B, 10.0)]
     now[0] += 30.0
     assert list(one.pinned(NAME)) == [(A, 30.0)]
-    one.unpin(A, None)
+    assert one.unpin(None, A)
     assert list(one.pinned(NAME)) == []
-    assert one.purged([NAME]) == one.purged(["m/f/g/cc/0"]) == [], "only what lasts is ended"
-    one.forget()
-    assert not one.has_pins
-    assert not one.everything(())
+    assert not one.unpin(None, A)
+    now[0] += 30.0
+    for number in range(FEW_PINS):
+        one.pin(A, [f"m/f/g/{number}/0"], 60.0)
+    assert sum(len(pin.names) for pin in one.listed(()).pins) == FEW_PINS, "what is over is forgotten"
 
 
 def test_what_a_purge_removes_is_pinned_no_more() -> None:
     one = book()
+    assert not one.unpin([NAME])
     one.pin(A, [NAME], 60.0)
     one.pin(B, [NAME], 60.0)
-    ended = one.purged([NAME])
-    assert {(order.engine, order.kind) for order in ended} == {("a", "unpin"), ("b", "unpin")}
+    assert not one.unpin(["m/f/g/cc/0"])
+    assert one.unpin([NAME])
     assert list(one.pinned(NAME)) == []
 
 

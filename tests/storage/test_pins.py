@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.support.simulation.loop import simulate
 from transferd.storage.lru import Entry, LruIndex, Use
-from transferd.storage.pins import Pins
+from transferd.storage.pins import KeptPin, Pins
 from transferd.storage.queues import EngineOwner
 
 A, B = EngineOwner("a", 1), EngineOwner("b", 1)
@@ -78,3 +78,15 @@ def test_pins_that_are_renewed_for_ever_take_no_more_memory() -> None:
         return most
 
     assert simulate(story, 1) < 3000, "25,001 pins were made, 6 last"
+
+
+def test_restored_pins_name_present_objects_and_take_at_most_half_of_the_store() -> None:
+    async def story(_: object) -> None:
+        pins = Pins(filled(80)[0])
+        pins.restore([KeptPin("gone", A, 5.0), *(KeptPin(f"n{depth}", A, 5.0) for depth in range(5))])
+        assert pins.taken(A) == 40
+        pins.restore([KeptPin("n0", B, 9.0)])  # it is pinned already
+        assert (len(pins), pins.taken(B)) == (4, 10)
+        pins.close()
+
+    simulate(story, 1)

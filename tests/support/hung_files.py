@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
-from transferd.storage.base import Item
+from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.file import FileStorage
 
@@ -26,13 +25,9 @@ class HungFiles(FileStorage):
         self._hang()
         super()._write(name, data, spare)
 
-    def _read(self, name: str, data: memoryview) -> bool:
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         self._hang()
-        return super()._read(name, data)
-
-    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        self._hang()
-        return super()._deliver(item, slot, take)
+        return super()._read(item, slot, take)
 
     def _hang(self) -> None:
         while os.path.exists(self._path + HANGS):

@@ -9,7 +9,6 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -239,7 +238,9 @@ class Daemon:
         for coordinator in coordinators:
             coordinator.fail_queued()
         if leaving_s and self.storage is not None:  # while reports still say how far it is
-            await step("copies to other nodes", _leave(self.storage, min(leaving_s, budget_s() * LEAVING_SHARE)))
+            flush_s = (budget_s() - leaving_s) * RUNNING_SHARE
+            leaving = _leave(self.storage, flush_s, min(leaving_s, budget_s() * LEAVING_SHARE))
+            await step("copies to other nodes", leaving)
         # 4. Close what faces outward: events and reports, then the server, once its results were sent.
         for engine in engines:
             if engine.kv_events is not None:
@@ -340,14 +341,13 @@ async def _quiet(coordinators: Sequence[Coordinator]) -> None:
         await coordinator.quiet()  # it stays quiet: nothing is admitted, and no queued task starts
 
 
-async def _leave(storage: Storage, within_s: float) -> None:
-    """Copy the objects that only this node has to other nodes, for at most so long."""
+async def _leave(storage: Storage, flush_s: float, within_s: float) -> None:
+    """Copy the objects that only this node has to other nodes, for so long at most. flush_s: before, down to it."""
     if storage.pool is None:
         return
-    until = asyncio.get_running_loop().time() + within_s
     if storage.levels is not None:
-        await storage.levels.flush(within_s / 2)  # down to the pool, if the pool is a lower level
-    await storage.pool.leave(until - asyncio.get_running_loop().time())
+        await storage.levels.flush(flush_s)
+    await storage.pool.leave(within_s)
 
 
 def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:

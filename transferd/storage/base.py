@@ -36,7 +36,7 @@ import enum
 import operator
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import TransferError
@@ -49,6 +49,8 @@ from transferd.storage.queues import UNSAVED
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
+
+S = TypeVar("S")
 
 
 class Found(enum.Enum):
@@ -125,6 +127,10 @@ Fill = Callable[[int, memoryview, bool], bool]
 should stay in the caches. Returns False if the task has ended; then store nothing."""
 
 
+Take = Callable[[memoryview], bool]
+"""take(data): takes one complete object, wherever it lies. `data` is borrowed for the call. Returns whether it did."""
+
+
 class Drainer(Protocol):
     """Takes the bytes of objects wherever they lie: in the backend's memory, in a mapped file, in a slot."""
 
@@ -136,6 +142,39 @@ class Drainer(Protocol):
     def __call__(self, i: int, data: memoryview, /) -> bool:
         """Take the complete object of item i. `data` is borrowed for this call. Returns whether it was taken."""
         ...
+
+
+def as_chain(items: Sequence[Item]) -> list[Item]:
+    """The items, each with a use and a depth. Items without a use are one chain, also if they are stored apart."""
+    alone = Use()
+    return [item if item.use is not None else Item(item.name, item.nbytes, alone, i) for i, item in enumerate(items)]
+
+
+def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
+    """Some of a call's items, or of its slots, for a call of their own."""
+    return [each[i] for i in which]
+
+
+def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
+    """The `fill` of a call for `chosen` items."""
+    return fill and (lambda i, data, near: fill(which[i], data, near))
+
+
+def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
+    """The `drain` of a call for `chosen` items."""
+    return drain and _ChosenDrain(drain, which)
+
+
+class _ChosenDrain:
+    def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
+        self._drain, self._which = drain, which
+
+    @property
+    def wanted(self) -> bool:
+        return self._drain.wanted
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        return self._drain(self._which[i], data)
 
 
 class Outcomes(list[Outcome]):

@@ -51,7 +51,7 @@ class Write:
     """One object that is being written. `position` is its index in the caller's batch.
 
     withdrawn: `fill` did not make it.
-    stuck: victims that cannot be removed, and why. lacking: the bytes of those for which no other was evicted yet.
+    refused: victims that cannot be removed, and why. failing: how many the medium failed to remove so far.
     full: whether the medium had no room, though the index had.
     """
 
@@ -62,19 +62,13 @@ class Write:
     victims: list[Victim]  # objects to remove first, to make room; those that are still to be removed stay in the list
     error: StorageError | None = None
     withdrawn: bool = False
-    stuck: list[tuple[Victim, StorageError]] = field(default_factory=list)
-    lacking: int = 0
+    refused: list[tuple[Victim, StorageError]] = field(default_factory=list)
+    failing: int = 0
     full: bool = False
 
-    def keep(self, victim: Victim, error: StorageError) -> bool:
-        """Note that this victim cannot be removed. Returns whether another one may go instead."""
+    def refuse(self, victim: Victim, error: StorageError) -> None:
         self.error = bare(error)
-        if is_whole(error):
-            self.victims.append(victim)
-            return False
-        self.stuck.append((victim, self.error))
-        self.lacking += victim.nbytes
-        return True
+        self.refused.append((victim, self.error))
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -128,6 +122,10 @@ class LevelOrder(Index):
     def be_level(self, number: int, *, holds: bool) -> None:
         self._index.place, self._index.holds = number, holds
         self._index.chains.place = None if holds else number
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        self._index.left = left
+        return True
 
     def tell_losses(self, lost: Callable[[str], None]) -> None:
         self._index.lost = lost

@@ -35,12 +35,13 @@ from typing import NamedTuple, TypeVar
 
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.storage.base import LEFT, Outcome
+from transferd.storage.base import LEFT, Outcome, Take
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part, Take
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
+from transferd.storage.journal import sync_directory
 from transferd.storage.paths import (
     is_directory_of_ours,
     is_temporary,
@@ -304,7 +305,7 @@ class ObjectDirectory:
                 self._place(None, path, data)
             self._pruning.arrived(path)
             if self._fsync:
-                _sync_directory(os.path.dirname(path))
+                sync_directory(os.path.dirname(path))
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(path)
@@ -400,7 +401,7 @@ class ObjectDirectory:
         _make_directory(directory)
         while self._fsync and len(directory) >= len(self._objects):
             directory = os.path.dirname(directory)
-            _sync_directory(directory)
+            sync_directory(directory)
 
     def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
         """Fill the slot with the object, or pass the object to `take`: in a mapping of its file, or in the slot.
@@ -555,11 +556,3 @@ def _keep_others_out(root: Path) -> None:
     status = root.stat()
     if status.st_mode & 0o027 and status.st_uid == os.geteuid():
         root.chmod(DIRECTORY_MODE)
-
-
-def _sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

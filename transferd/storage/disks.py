@@ -21,20 +21,32 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import structlog
 
 from transferd.blocks.keys import encode_text
-from transferd.config import Config, FileStorageSection, StorageSection
+from transferd.config import Config, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage, added
+from transferd.runtime.threads import Direction
+from transferd.storage.base import (
+    MISSING,
+    Drainer,
+    Fill,
+    Found,
+    Index,
+    Item,
+    Outcome,
+    Storage,
+    added,
+    as_chain,
+    chosen,
+    chosen_drain,
+    chosen_fill,
+)
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
-from transferd.storage.joined import Renumbered
 from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
@@ -57,20 +69,12 @@ SUSPECT = (
 class Disk(FileStorage):
     """One disk."""
 
-    def __init__(
-        self,
-        section: FileStorageSection,
-        *,
-        scrub_rate: int,
-        clock: Clock,
-        threads: Threads | None = None,
-        unit: int | None = None,
-    ) -> None:
-        super().__init__(section, scrub_rate=scrub_rate, clock=clock, threads=threads, unit=unit)
-        self.section = section
-        self._drawing = hashlib.blake2b(encode_text(section.paths[0])).digest()  # paths may begin alike, and be long
-        self._next_rest_s = REST_S
-        self._came = 0.0  # when it came back the last time
+    _next_rest_s = 0.0  # 0 for REST_S
+    _came = 0.0  # when it came back the last time
+
+    @functools.cached_property
+    def _drawing(self) -> bytes:
+        return hashlib.blake2b(encode_text(self.path)).digest()  # paths may begin alike, and be long
 
     def has(self, name: str) -> bool:
         return name in self._index
@@ -80,7 +84,7 @@ class Disk(FileStorage):
         try:
             await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
         except StorageError as error:
-            self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s)
+            self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s or REST_S)
         return not self.lost
 
     def _say_lost(self, objects: int) -> None:
@@ -90,12 +94,12 @@ class Disk(FileStorage):
     def _returned(self, before: int) -> None:  # noqa: ARG002 - `Disks` counts them
         now = self._clock.monotonic()
         worked_s, self._came = now - self._came, now
-        self._next_rest_s = min(2 * self._next_rest_s, MOST_REST_S) if worked_s < MOST_REST_S else REST_S
+        self._next_rest_s = min(2 * (self._next_rest_s or REST_S), MOST_REST_S) if worked_s < MOST_REST_S else 0.0
         self._looking.soon(at_once=True)
         log.info("a disk of the store is well again", path=self.path)
 
     def reconfigure(self, storage: StorageSection) -> None:
-        self._next_rest_s = REST_S
+        self._next_rest_s = 0.0
         super().reconfigure(storage)
 
     def weight_of(self, block: bytes) -> float:
@@ -176,12 +180,8 @@ class Disks(Storage, Index):
             disk.expect(possible)
 
     def reconfigure(self, storage: StorageSection) -> None:
-        """Apply the capacities, in the order of the paths, which stay."""
-        sections = {section.paths[0]: section for section in storage.file.disks}
         for disk in self._all:
-            if (section := sections.get(disk.section.paths[0])) is not None:
-                disk.section = section
-                disk.reconfigure(msgspec.structs.replace(storage, file=section))
+            disk.reconfigure(storage)
 
     async def open_anew(self) -> None:
         await every([disk.open_anew() for disk in self._live])
@@ -289,50 +289,23 @@ class Disks(Storage, Index):
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"
 
-    def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return self._stored(_in_order(items), fill, slots)
-
-    def load(
-        self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
-    ) -> Awaitable[list[Outcome]]:
-        return self._loaded(_in_order(items), drain, slots)
-
-    async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        with self._keeper.storing([item.name for item in items]):
-            return await uncancelled(self._store(items, fill, slots))
-
-    async def _loaded(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._load(items, drain, slots))
-
-    async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = {}
-        todo = list(range(len(items)))
-        while todo:
-            places = self._places(items, todo)
-            if not places:
-                gone = StorageUnavailable("every disk of the store has failed: see the log, and repair them")
-                outcomes.update(dict.fromkeys(todo, Outcome(Found.FAILED, gone)))
-                break
-
-            def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-                make = None if fill is None else functools.partial(_fill, fill, which)
-                return disk.store([items[i] for i in which], make, own)
-
-            todo = await self._spread(places, call, slots, outcomes, shared=fill is not None)
-        return [outcomes[i] for i in range(len(items))]
-
-    async def _load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes: dict[int, Outcome] = dict.fromkeys(range(len(items)), MISSING)
-
+    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-            take = None if drain is None else Renumbered(drain, which)
-            return disk.load([items[i] for i in which], take, own)
+            return disk.store(chosen(chain, which), chosen_fill(fill, which), own)
 
-        todo = list(range(len(items)))
-        while todo:
-            failed = await self._spread(self._places(items, todo), call, slots, outcomes, shared=drain is not None)
-            todo = [i for i in failed if any(disk.has(items[i].name) for disk in self._live)]
-        return [outcomes[i] for i in range(len(items))]
+        chain = as_chain(items)
+        with self._keeper.storing([item.name for item in items]):
+            outcomes = await uncancelled(self._spread(chain, call, slots, shared=fill is not None))
+        gone = Outcome(Found.FAILED, StorageUnavailable(f"{self.unusable()}: see the log, and repair them"))
+        return [outcomes.get(i, gone) for i in range(len(items))]
+
+    async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+            return disk.load(chosen(chain, which), chosen_drain(drain, which), own)
+
+        chain = as_chain(items)
+        outcomes = await uncancelled(self._spread(chain, call, slots, shared=drain is not None))
+        return [outcomes.get(i, MISSING) for i in range(len(items))]
 
     def _places(self, items: Sequence[Item], which: Sequence[int]) -> dict[Disk, list[int]]:
         """For each disk, the items that are there, or would be stored there."""
@@ -348,32 +321,34 @@ class Disks(Storage, Index):
 
     async def _spread(
         self,
-        places: dict[Disk, list[int]],
+        items: Sequence[Item],
         call: Callable[[Disk, Sequence[int], Sequence[memoryview]], Awaitable[list[Outcome]]],
         slots: Sequence[memoryview],
-        outcomes: dict[int, Outcome],
         *,
         shared: bool,
-    ) -> list[int]:
-        """Make the calls, as many at a time as slots allow. Returns which items to try again, on another disk.
+    ) -> dict[int, Outcome]:
+        """Make the calls, as many at a time as slots allow, and again on other disks if a disk fails.
 
-        shared: any slot serves any item; otherwise slots[i] is that of item i.
+        Returns outcomes by position; none if no disk works. shared: any slot serves any item; otherwise
+        slots[i] is that of item i.
         """
-        disks, again = list(places), list[int]()
-        at_once = max(1, min(len(disks), len(slots)) if shared else len(disks))
-        for start in range(0, len(disks), at_once):
-            some = disks[start : start + at_once]
-            own = [slots[k :: len(some)] if shared else [slots[i] for i in places[disk]] for k, disk in enumerate(some)]
-            works = [
-                _answered(call(disk, places[disk], slots), len(places[disk]))
-                for disk, slots in zip(some, own, strict=True)
-            ]
-            for disk, answers in zip(some, await every(works), strict=True):
-                outcomes.update(zip(places[disk], answers, strict=True))
-                bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
-                if bad and not await self._still_works(disk):
-                    again += bad
-        return again
+        outcomes: dict[int, Outcome] = {}
+        todo = list(range(len(items)))
+        while todo:
+            places = self._places(items, todo)
+            disks, todo = list(places), []
+            at_once = max(1, min(len(disks), len(slots)) if shared else len(disks))
+            for start in range(0, len(disks), at_once):
+                some = disks[start : start + at_once]
+                own = [slots[k :: len(some)] if shared else chosen(slots, places[one]) for k, one in enumerate(some)]
+                calls = [call(disk, places[disk], mine) for disk, mine in zip(some, own, strict=True)]
+                works = [_answered(one, len(places[disk])) for one, disk in zip(calls, some, strict=True)]
+                for disk, answers in zip(some, await every(works), strict=True):
+                    outcomes.update(zip(places[disk], answers, strict=True))
+                    bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
+                    if bad and not await self._still_works(disk):
+                        todo += bad
+        return outcomes
 
     def quarantine(self, name: str) -> Awaitable[None]:
         return self._quarantined([disk.quarantine(name) for disk in self._live if disk.has(name)])
@@ -398,18 +373,6 @@ class Disks(Storage, Index):
             row |= {"problem": "", "failed": disk.lost, "lost": disk.lost_objects}
         failed = len(self._all) - len(self._live)
         return total | {"disks_failed": failed, "lost": sum(row["lost"] for row in total["disks"])}
-
-
-def _in_order(items: Sequence[Item]) -> list[Item]:
-    """Items that are one chain, with their depths: a disk gets only some of them."""
-    alone = Use()
-    return [
-        item if item.use is not None else Item(item.name, item.nbytes, alone, depth) for depth, item in enumerate(items)
-    ]
-
-
-def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
-    return fill(which[i], data, near)
 
 
 async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]:

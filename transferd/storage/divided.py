@@ -63,32 +63,6 @@ def of_blocks(left: Callable[[str], None], parts: Sequence[ObjectPart]) -> Calla
     return object_left
 
 
-class DividedIndex(Index):
-    """The index of whole blocks. The storage behind keeps order and holds, for single objects."""
-
-    def __init__(self, behind: Index, blocks: _Blocks) -> None:
-        self._behind, self._blocks = behind, blocks
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        found = self._behind.find(self._blocks.objects(names), use)
-        return None if found is None else self._blocks.whole(found)
-
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        found = self._behind.stored(self._blocks.objects(names), use)
-        return None if found is None else self._blocks.whole(found)
-
-    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
-        looked = self._behind.look(self._blocks.objects(names))
-        return None if looked is None else self._whole_of(looked)
-
-    async def _whole_of(self, looked: Awaitable[list[bool]]) -> list[bool]:
-        return self._blocks.whole(await looked)
-
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        """Reports a block when any of its objects leaves."""
-        return self._behind.tell_departures(of_blocks(left, self._blocks.parts))
-
-
 class DividedLevels(Levels):
     """A block is in a level that has all of its objects."""
 
@@ -146,14 +120,16 @@ async def _all(works: Sequence[Awaitable[None]]) -> None:
     await every(works)
 
 
-class DividedStorage(FrontStorage):
-    """See the module. Borrows the storage behind it: `open` and `close` do nothing, because its owner calls them."""
+class DividedStorage(FrontStorage, Index):
+    """See the module. Borrows the storage behind it: `open` and `close` do nothing, because its owner calls them.
+
+    As an index it has whole blocks. The storage behind keeps order and holds, for single objects.
+    """
 
     def __init__(self, storage: Storage, parts: Sequence[ObjectPart]) -> None:
         super().__init__(storage)
         self.slots_at_once = None
         self._blocks = _Blocks(parts)
-        self._index = DividedIndex(storage.index, self._blocks)
         self._levels = None if storage.levels is None else DividedLevels(storage.levels, self._blocks)
 
     async def open(self) -> None:
@@ -164,14 +140,33 @@ class DividedStorage(FrontStorage):
 
     @property
     def index(self) -> Index:
-        return self._index
+        return self
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        found = self._behind.index.find(self._blocks.objects(names), use)
+        return None if found is None else self._blocks.whole(found)
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
+        found = self._behind.index.stored(self._blocks.objects(names), use)
+        return None if found is None else self._blocks.whole(found)
+
+    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
+        looked = self._behind.index.look(self._blocks.objects(names))
+        return None if looked is None else self._whole_of(looked)
+
+    async def _whole_of(self, looked: Awaitable[list[bool]]) -> list[bool]:
+        return self._blocks.whole(await looked)
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """Reports a block when any of its objects leaves."""
+        return self._behind.index.tell_departures(of_blocks(left, self._blocks.parts))
 
     @property
     def levels(self) -> Levels | None:
         return self._levels
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        return self._blocks.whole(await self._behind.exists(self._blocks.objects(names)))
+        return await self._whole_of(self._behind.exists(self._blocks.objects(names)))
 
     async def store(self, items: Sequence[Item], _: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.store(self._items(items), None, self._cut(slots)))

@@ -21,7 +21,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,7 +34,7 @@ from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
-from transferd.storage.base import Item
+from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import FULL, NATIVE, leave_files
@@ -45,8 +45,7 @@ from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE, IndexKeeper
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
-from transferd.storage.orders import OrderBook, OrderRecord, Overdue
-from transferd.storage.pin_file import PinFile
+from transferd.storage.orders import OrderBook, Overdue, PurgeRecord
 from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
@@ -104,13 +103,12 @@ class FileStorage(IndexedStorage):
         self._near = not section.direct_io  # whether the CPU reads the bytes of a write; else a device does
         self._path = section.paths[0]
         self._clock = clock
-        self._section = section
+        self.section = section
         self._directory = ObjectDirectory(
             Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
         lost = self._directory.home.lost
         self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=lost)
-        self._pin_file = PinFile(os.path.join(self._path, "pins"), lost)
         self.ledger = Ledger(os.path.join(self._path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
         self.share(OrderBook(clock.wall))
@@ -189,7 +187,7 @@ class FileStorage(IndexedStorage):
             self._directory.close()
             raise
         await self._in_thread(trim_heap, "memory of the scan")
-        if problem := misfit(self._capacity, self._section.reserve, self._disk, self._index.bytes):
+        if problem := misfit(self._capacity, self.section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
 
@@ -208,7 +206,7 @@ class FileStorage(IndexedStorage):
             await self._effects.end()
             await self._forget_all()
 
-    async def _take_up(self, *, returns: bool) -> list[OrderRecord]:
+    async def _take_up(self, *, returns: bool) -> list[PurgeRecord]:
         """Returns the purges that were applied, as far as their objects could be removed."""
         began = self._clock.monotonic()
         strange, orders = self._strange(returns=returns), self._book.left_for(self.ledger.listed)
@@ -219,15 +217,12 @@ class FileStorage(IndexedStorage):
             log.warning("a store was emptied", path=self._path, objects=overdue.removed, why=strange)
         elif overdue.removed:
             log.info("purged objects were removed", path=self._path, objects=overdue.removed, left=stuck)
-        if self.ledger.listed.head is None and not strange:
-            old = await self._in_thread(lambda: self._pin_file.read(self._clock.wall()), "pins of the store")
-            self._book.restore(old)
-            pins += old
         for start in range(0, len(pins), SLICE):
             self._keeper.pins.restore(pins[start : start + SLICE])
             await asyncio.sleep(0)
         try:
-            await self._in_thread(self._rewriting([] if stuck else orders), "orders of the store")
+            applied = [] if stuck else [order.id for order in orders]
+            await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
         except OSError as error:
             if error.errno not in FULL:
                 raise self._directory.unusable(error) from error
@@ -245,7 +240,7 @@ class FileStorage(IndexedStorage):
         """Why this store may have missed orders that nobody lists any more; "" if it has not."""
         listed = self.ledger.listed
         assert self._book.epoch is not None
-        new = listed.head is None and not listed.problem
+        new = listed.epoch is None and not listed.problem
         if new and not (returns and self._book.has_given):
             return ""  # of an earlier release, or new
         return listed.follows(self._book.epoch)
@@ -287,8 +282,8 @@ class FileStorage(IndexedStorage):
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
         own = {section.paths[0]: section for section in storage.file.disks}
         # Of several paths, which need a restart, the others' capacities are not this one's.
-        self._section = storage.file if len(own) == 1 else own.get(self._section.paths[0], self._section)
-        self._capacity = self._section.capacity
+        self.section = storage.file if len(own) == 1 else own.get(self.section.paths[0], self.section)
+        self._capacity = self.section.capacity
         self._apply_bounds()
         self._looking.soon(at_once=True)
         self._scrub_rate = storage.scrub_rate
@@ -333,7 +328,7 @@ class FileStorage(IndexedStorage):
     def statistics(self) -> dict[str, Any]:
         if self._disk.total and not self._closed:
             self._looking.soon()
-        disk, section, found = self._disk, self._section, super().statistics()
+        disk, section, found = self._disk, self.section, super().statistics()
         row = {key: found[key] for key in ("objects", "bytes", "capacity", "errors")} | {
             "path": self._path,
             "total": disk.total,
@@ -350,7 +345,6 @@ class FileStorage(IndexedStorage):
         return found | {"disks": [row], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
-        self._pins_at_end = list(self._keeper.pins.kept())
         try:
             await self._in_thread(self._finish, "end of the store")
         finally:
@@ -359,37 +353,25 @@ class FileStorage(IndexedStorage):
     def _finish(self) -> None:
         self._directory.finish()
         self._journal.flush()
-        if not self._directory.home.lock.problem():
-            self._pin_file.write(self._pins_at_end, self._clock.wall())  # for a release without orders
 
     def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
         return self._threads.run(Direction.OUT, function, what)
 
     # --- orders -------------------------------------------------------------------------------------
 
-    async def record(self, orders: Sequence[OrderRecord]) -> bool:
-        return await self._written(lambda: self.ledger.append(orders))
-
-    async def rewrite(self) -> None:
-        await self._written(self._rewriting([]))
-
-    def _rewriting(self, applied: Sequence[OrderRecord]) -> Callable[[], None]:
-        """What writes the list of orders anew. applied: purges that this store has just applied."""
-        assert self._book.epoch is not None
-        epoch, now, ledger = self._book.epoch, self._clock.wall(), self.ledger
-        orders = self._book.everything([*ledger.listed.applied, *(order.id for order in applied)])
-        return lambda: ledger.write(epoch, now, orders)
-
-    async def _written(self, write: Callable[[], None]) -> bool:
+    async def record(self, applied: Collection[str] = ()) -> bool:
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
         async with self._writing:
             try:
-                await self._in_thread(write, "orders of the store")
+                await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
             except OSError as error:
                 if error.errno not in FULL:
                     self.fail(f"its list of orders cannot be written: {error.strerror or error}")
                 return False
             return True
+
+    def _write_orders(self, applied: Collection[str]) -> None:
+        self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
 
     async def look_at(self, names: Sequence[str]) -> list[bool]:
         try:
@@ -431,7 +413,7 @@ class FileStorage(IndexedStorage):
             log.warning("the disk cannot be looked at", path=self._path, problem=str(error))
 
     def _apply_bounds(self) -> None:
-        room = bounds(self._capacity, self._section.reserve, self._disk, self._index.used, len(self._index))
+        room = bounds(self._capacity, self.section.reserve, self._disk, self._index.used, len(self._index))
         why = "shrink" if room.nbytes == self._capacity and room.objects >= len(self._index) else "reserve"
         self._bound_to(room.nbytes, room.objects, why)
 
@@ -439,7 +421,7 @@ class FileStorage(IndexedStorage):
     def _bound(self) -> str:
         if self._bounds[0] >= self._capacity:
             return super()._bound
-        keep = reserved(self._section.reserve, self._disk.total, self._capacity)
+        keep = reserved(self.section.reserve, self._disk.total, self._capacity)
         return (
             f"the room on its disk, {max(0, int(self._index.capacity))} bytes: {self._disk.free} are free, and "
             f"storage.file.reserve keeps {keep} of them"
@@ -463,14 +445,11 @@ class FileStorage(IndexedStorage):
         if self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY:
             await self._look()
 
-    def _medium_full(self) -> None:
-        self._looking.soon(at_once=True)
-
     def _wrote(self) -> None:
         self._looking.soon()
 
-    def _suspect(self, error: StorageError) -> None:
-        if isinstance(error, StorageUnavailable):
+    def _suspect(self, error: StorageError | None) -> None:
+        if isinstance(error, StorageUnavailable) or (error is not None and error.refusal == "full"):
             self._looking.soon(at_once=True)
 
     def _check_usable(self) -> None:
@@ -576,11 +555,9 @@ class FileStorage(IndexedStorage):
     def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
         return name
 
-    def _read(self, name: str, data: memoryview) -> bool:
-        return self._directory.read(name, data) is True
-
-    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        return self._directory.read(item.name, slot, take, item.span and (*item.span, slot.nbytes - FOOTER_BYTES))
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+        part = None if take is None or item.span is None else (*item.span, slot.nbytes - FOOTER_BYTES)
+        return self._directory.read(item.name, slot, take, part)
 
     def _leave(self) -> None:
         self._journal.flush_soon()

@@ -17,7 +17,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from transferd.storage.batch import Damaged
@@ -63,7 +63,6 @@ def leave_files() -> None:
         _files.forget_files()
 
 
-Take = Callable[[memoryview], bool]
 Part = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
 
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
-from transferd.storage.base import added
-from transferd.storage.keeping import Dropped, Holding, IndexKeeper, Keeper, PinState, first_known
+from transferd.storage.keeping import Dropped, IndexKeeper, ManyKeepers, PinState
 from transferd.storage.ledger import Ledger
-from transferd.storage.orders import MANY_ORDERS, MOST_BYTES, MOST_ORDERS, NOBODY, By, OrderBook, OrderRecord, Overdue
+from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.pins import AskedPins
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
@@ -37,12 +34,11 @@ class Place(Protocol):
     def path(self) -> str: ...
     @property
     def index_keeper(self) -> IndexKeeper: ...
-    async def record(self, orders: Sequence[OrderRecord]) -> bool:
-        """Write orders to its list. Returns whether they are there. If the medium fails, the place is lost."""
-        ...
+    async def record(self, applied: Collection[str] = ()) -> bool:
+        """Write its list. Returns whether it is there. If the medium fails, the place is lost.
 
-    async def rewrite(self) -> None:
-        """Write its list anew. If the medium fails, the place is lost."""
+        applied: the ids of purges that it has done now.
+        """
         ...
 
     async def look_at(self, names: Sequence[str]) -> list[bool]:
@@ -54,13 +50,14 @@ class Place(Protocol):
         ...
 
 
-class FilesKeeper(Keeper):
+class FilesKeeper(ManyKeepers):
     """See the module. All places are given the engines; only those that work do the rest. Used on one loop."""
 
     outlives = True
 
     def __init__(self, places: Sequence[Place], book: OrderBook) -> None:
         self._places = places
+        self._all = [place.index_keeper for place in places]
         self._book = book
         self._storing: dict[asyncio.Future[None], Sequence[str]] = {}  # stores that may go to one place after another
 
@@ -71,21 +68,6 @@ class FilesKeeper(Keeper):
     @property
     def _keepers(self) -> list[IndexKeeper]:
         return [place.index_keeper for place in self._live]
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for place in self._places:
-            place.index_keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for place in self._places:
-            place.index_keeper.leave(owner)
-
-    def holdings(self) -> list[Holding]:
-        each = defaultdict[Hashable, list[Holding]](list)
-        for keeper in self._keepers:
-            for one in keeper.holdings():
-                each[one.owner].append(one)
-        return [sum(rows[1:], rows[0]) for rows in each.values()]
 
     @contextlib.contextmanager
     def storing(self, names: Sequence[str]) -> Iterator[None]:
@@ -105,21 +87,19 @@ class FilesKeeper(Keeper):
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
         spaces = (place.index_keeper.space_of(selection.owner) for place in self._places)
-        orders = self._book.purge(selection, by, next((space for space in spaces if space), None))
+        order = self._book.purge(selection, by, next((space for space in spaces if space), None))
         live, storing = self._live, self._storing.copy()
         dropped = await every([place.index_keeper.drop(selection) for place in live])
         storing |= self._storing
-        ended = self._book.purged(name for one in dropped for name in one.pinned)
-        kept_by = await self._recorded([*orders, *ended])
+        self._book.unpin(name for one in dropped for name in one.pinned)
+        kept_by = await self._record()
         removed = await every([self._removed(place, one) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
         if storing and selection.unused_s is None:  # else what they store is new
             total += await self._purge_coming(selection, storing)
-        ids = {order.id for order in orders}
         gone = [place for place, total in zip(live, removed, strict=True) if total is not None]
-        applied = [OrderRecord(one, "applied") for one in ids]
-        await every([place.record(applied) for place in gone if not ids <= place.ledger.listed.applied])
-        reached = [place for place in self._live if ids <= place.ledger.listed.applied]
+        await every([place.record([order.id]) for place in gone if order.id not in place.ledger.listed.applied])
+        reached = [place for place in self._live if order.id in place.ledger.listed.applied]
         await self._tidy()
         not_reached = [place.path for place in self._places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
@@ -150,39 +130,22 @@ class FilesKeeper(Keeper):
                 overdue, index = Overdue(orders, everything=False), place.index_keeper
                 names = frozenset(name for name in index.names() if overdue.fits(name, 0.0))
                 if await self._removed(place, await index.drop(Selection(names))) is not None:
-                    await place.record([*orders, *(OrderRecord(one.id, "applied") for one in orders)])
+                    await place.record([one.id for one in orders])
         await self._tidy()
 
-    async def _recorded(self, orders: Sequence[OrderRecord]) -> list[str]:
-        """Write orders to all places that work. Returns the paths of those that have them."""
-        live = self._live if orders else []
-        taken = await every([place.record(orders) for place in live])
+    async def _record(self) -> list[str]:
+        """Write the lists of all places that work. Returns the paths of those that have them."""
+        live = self._live
+        taken = await every([place.record() for place in live])
         return [place.path for place, has in zip(live, taken, strict=True) if has and not place.lost]
 
     async def _tidy(self) -> None:
-        """Begin a new epoch if all places have applied all purges, or the lists are too long."""
-        book = self._book
-        if all(not place.lost and not book.left_for(place.ledger.listed) for place in self._places):
-            if len(book.purges) < MANY_ORDERS and not self._too_long():
-                return
-            book.forget()
-        elif len(book.purges) > MOST_ORDERS:
-            book.forget()
-        elif not self._too_long():
-            return
-        await every([place.rewrite() for place in self._live])
-        if book.purges and self._too_long():  # mostly names of objects
-            book.forget()
-            await every([place.rewrite() for place in self._live])
-
-    def _too_long(self) -> bool:
-        ledgers = [place.ledger for place in self._live]
-        return any(one.nbytes > MOST_BYTES or len(one.listed.orders) > MOST_ORDERS for one in ledgers)
+        places, left_for = self._places, self._book.left_for
+        applied = all(not place.lost and not left_for(place.ledger.listed) for place in places)
+        if self._book.tidy(applied=applied):
+            await self._record()
 
     # --- pins ---------------------------------------------------------------------------------------
-
-    def depths(self, names: Sequence[str]) -> list[int | None]:
-        return first_known([keeper.depths(names) for keeper in self._keepers], len(names))
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         each = [keeper.asked(owner, names) for keeper in self._keepers]
@@ -193,11 +156,13 @@ class FilesKeeper(Keeper):
     ) -> list[PinState]:
         each = [keeper.pin_now(owner, names, ttl_s) for keeper in self._keepers]
         here = [any(pinned) for pinned in zip(*each, strict=True)] if each else [False] * len(names)
-        if isinstance(owner, EngineOwner):
-            pinned = [name for name, is_here in zip(names, here, strict=True) if is_here or name in coming]
-            await self._recorded(self._book.pin(owner, pinned, ttl_s))
-            await self._tidy()
-        return [PinState(is_here + safe) for is_here, safe in zip(here, await self.durable(names), strict=True)]
+        pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
+        if pinned and isinstance(owner, EngineOwner):
+            self._book.pin(owner, pinned, ttl_s)
+            await self._record()
+        durable = await self.durable(names)  # what has come since without having been asked for is not pinned
+        states = zip(names, here, durable, strict=True)
+        return [PinState.DURABLE if safe and name in pinned else PinState(is_here) for name, is_here, safe in states]
 
     async def durable(self, names: Sequence[str]) -> list[bool]:
         found = set[str]()
@@ -209,10 +174,6 @@ class FilesKeeper(Keeper):
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         ended = sum([await keeper.unpin(owner, names) for keeper in self._keepers])
-        if isinstance(owner, EngineOwner):
-            await self._recorded(self._book.unpin(owner, names))
-            await self._tidy()
+        if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
+            await self._record()
         return ended
-
-    def statistics(self) -> dict[str, int]:
-        return functools.reduce(added, [keeper.statistics() for keeper in self._keepers])

@@ -1,7 +1,7 @@
 """Storage whose daemon knows every object: an LRU index in memory, effects in threads.
 
-`FileStorage` and `MemoryStorage` differ only in what a write, a read or a removal does. *Decide, then do*: a decision
-is one step on the event loop that changes the index. Its effect follows in an I/O thread; the loop notes its outcome.
+Subclasses say what a write, a read or a removal does. *Decide, then do*: a decision is one step on the event loop that
+changes the index. Its effect follows in an I/O thread; the loop notes its outcome.
 
 A store decides for each object, in order:
 
@@ -14,14 +14,14 @@ A store decides for each object, in order:
 
 All writes that can start do so together, in several threads. Each write first removes the objects that make room for
 it, so the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one
-goes. A write that finds the medium full although the index had room (other files, a quota) evicts its own size and
-tries once more; then it is StorageFull.
+goes, and the write is done again. So is, once, a write that finds the medium full although the index had room (other
+files, a quota): it evicts its own size; then it is StorageFull.
 
 A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another length
 than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING, and is
 quarantined, so that the next store can write it again.
 
-Running I/O bounds every wait. A cancelled caller gets its cancellation when its I/O has ended (aio.py).
+Running I/O bounds every wait. A cancelled caller gets its cancellation when that has ended (aio.py).
 """
 
 from __future__ import annotations
@@ -32,30 +32,51 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
-from transferd.storage.batch import Answer, Damaged, LevelOrder, Read, StillStored, StoreBatch, Write, bare, summary_of
+from transferd.storage.base import (
+    EXISTS,
+    FOUND,
+    LEFT,
+    MISSING,
+    STORED,
+    Drainer,
+    Fill,
+    Found,
+    Item,
+    Outcome,
+    Storage,
+    Take,
+)
+from transferd.storage.batch import (
+    Answer,
+    Damaged,
+    LevelOrder,
+    Read,
+    StillStored,
+    StoreBatch,
+    Write,
+    bare,
+    is_whole,
+    summary_of,
+)
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Keeper
-from transferd.storage.lru import LruIndex, NoRoom, Use, Victim
-from transferd.storage.stuck import RemovingStore, StuckObjects, may_go_on
+from transferd.storage.keeping import IndexKeeper, Keeper, Purging
+from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
+from transferd.storage.stuck import FAILING, StuckObjects
 
-S = TypeVar("S")
-T = TypeVar("T")
-
+NO_SLOT = memoryview(b"")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, RemovingStore):
+class IndexedStorage(LevelOrder, Storage, Purging):
     """See the module's docstring. All state is mutated on the event loop only.
 
-    threads: runs the effects; owned, closed by `close`.
-    shares: the most threads that work on a batch.
+    threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.
     inline_bytes: batches up to this many bytes run on the loop itself.
     """
 
@@ -105,15 +126,15 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         return None
 
     @abc.abstractmethod
-    def _read(self, name: str, data: memoryview) -> bool:
-        """Fill `data`. Returns False if the object is gone. Raises Damaged if its length differs."""
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+        """Fill `slot`; or pass the object to `take`, in `slot` unless it lies in other memory. LEFT if it is not taken.
 
-    def _deliver(self, item: Item, slot: memoryview, take: Callable[[memoryview], bool]) -> Answer:
-        """Pass the object to `take`, in `slot` unless it lies in other memory. LEFT if not taken; else like `_read`."""
-        return self._read(item.name, slot) and (take(slot) or LEFT)
+        slot: of the object's length; empty with `take` if `slots_at_once` is 0. Returns False if the object is gone.
+        Raises Damaged if its length differs.
+        """
 
     def _leave(self) -> None:
-        """Called in a thread after its reads of a batch: release what reads keep for the next read."""
+        """Called in a thread after its reads of a batch."""
 
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
@@ -125,17 +146,14 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
 
     # --- on the event loop --------------------------------------------------------------------------
 
-    def _suspect(self, error: StorageError) -> None:
-        """An object could not be stored or loaded, for this reason."""
+    def _suspect(self, error: StorageError | None) -> None:
+        """An object could not be stored or loaded, for this reason, or not yet."""
 
     def _missed(self) -> None:
         """An object that was to be loaded is gone, though nobody here has removed it."""
 
     async def _prepare(self) -> None:
         """Called before objects are stored."""
-
-    def _medium_full(self) -> None:
-        """The medium had no room, although the index had."""
 
     def _wrote(self) -> None:
         """Some writes have ended, with success or not."""
@@ -184,10 +202,6 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         """Forget the object at once. The future is done when its bytes have been put aside."""
         self._check_not_closed()
         return asyncio.shield(self._put_aside([name])) if self._index.forget(name) else answered(None)
-
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        self._index.left = left
-        return True
 
     @property
     def index(self) -> LevelOrder:
@@ -330,11 +344,21 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.item.name for write in wave}
         leaving = []
+        write_one = functools.partial(self._write_one, batch)
+        writes = wave
         try:
-            writes = wave
             while writes:
-                await self._do_all(writes, functools.partial(self._write_one, batch), batch)
-                writes = await self._find_room(writes, batch, occupied)
+                if batch.small:  # on the loop: a thread would cost more than the copy
+                    for write in writes:
+                        write_one(write)
+                else:
+                    most = 0 if batch.fill is None else len(batch.slots)
+                    await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
+                writes = [write for write in writes if write.error is not None and self._makes_room(write)]
+                for write in writes:
+                    more = [victim.name for victim in write.victims]
+                    self._effects.occupy(more, done)
+                    occupied.update(more)
             for write in wave:
                 unsettled.remove(write.item.name)
                 leaving += self._settle(write)
@@ -346,25 +370,22 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
         self._wrote()
 
-    async def _find_room(self, writes: list[Write], batch: StoreBatch, occupied: set[str]) -> list[Write]:
-        """Remove other victims for the writes that found too little room. Returns those to do again."""
-        assert batch.written is not None
-        again: list[Write] = []
-        while writes := [write for write in writes if self._make_room(write)]:
-            names = {victim.name for write in writes for victim in write.victims}
-            self._effects.occupy(names, batch.written)
-            occupied |= names
-            await self._do_all(writes, self._free, batch)
-            again += [write for write in writes if write.error is None]
-        return again
-
-    async def _do_all(self, writes: list[Write], effect: Callable[[Write], object], batch: StoreBatch) -> None:
-        if batch.small:  # on the loop: a thread would cost more than the copy
-            for write in writes:
-                effect(write)
-        else:
-            most = 0 if batch.fill is None else len(batch.slots)
-            await self._effects.run(Direction.OUT, writes, effect, at_once=most)
+    def _makes_room(self, write: Write) -> bool:
+        """Evict more for a write if victims stay, or, once, if the medium is full. Returns whether to do it again."""
+        write.failing += sum(error.reason == "storage_io" for _, error in write.refused)
+        full = isinstance(write.error, StorageFull) and not write.full
+        stay = write.refused and write.failing < FAILING and not any(is_whole(error) for _, error in write.refused)
+        if not (full or stay):
+            return False
+        nbytes = sum(victim.nbytes for victim, _ in write.refused) or write.item.nbytes
+        self._counts["evictions"] -= self._stuck.keep(write)
+        write.victims = self._index.evict(self._index.size(nbytes), write.use, write.depth)
+        self._counts["evictions"] += len(write.victims)
+        if full:
+            write.full = True
+            self._counts["evicted_medium_full"] += len(write.victims)
+            self._suspect(write.error)
+        return bool(write.victims)
 
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
@@ -387,50 +408,36 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         last = write.victims[0] if write.victims else None
-        spare = self._free(write, reuse=True)
+        spare = self._free(write)
         if write.error is not None:
             return
         try:
             self._write(write.item.name, data, spare)
         except StillStored as kept:
             assert last is not None
-            write.keep(last, kept.error)
+            write.refuse(last, kept.error)
         except StorageError as error:
             write.error = bare(error)
 
-    def _free(self, write: Write, *, reuse: bool = False) -> Any:
-        """In a thread: remove the victims. With `reuse`, may return a spare that the write can overwrite instead.
+    def _free(self, write: Write) -> Any:
+        """In a thread: remove the victims. May return a spare that the write can overwrite instead.
 
         Afterwards the write has an error if it has too little room.
         """
-        write.error, spare = None, None
+        spare = None
         while write.victims:
             victim = write.victims.pop()
             last = not write.victims and write.error is None
             try:
-                if reuse and last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
+                if last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
                     spare = self._retire(*victim)
                 else:
                     self._remove(victim.name)
             except StorageError as error:
-                if not write.keep(victim, error):
+                write.refuse(victim, error)
+                if is_whole(error):
                     break
         return spare
-
-    def _make_room(self, write: Write) -> bool:
-        """Evict more for a write, if victims are stuck, or, once, if the medium is full. Returns whether it did."""
-        full = isinstance(write.error, StorageFull) and not write.full
-        if not (full or (write.lacking and may_go_on(write))):
-            return False
-        more = self._index.evict(self._index.size(write.lacking or write.item.nbytes), write.use, write.depth)
-        self._counts["evictions"] += len(more)
-        if full:
-            write.full = True
-            self._counts["evicted_medium_full"] += len(more)
-            self._medium_full()
-        write.lacking = 0
-        write.victims.extend(more)
-        return bool(more)
 
     def _settle(self, write: Write) -> list[Victim]:
         """On the loop: record in the index how the write ended. Returns the objects that left, perhaps this one."""
@@ -451,10 +458,8 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
     def _stored(self, write: Write) -> Outcome:
         if write.error is not None:
             return self._failed(write.error)
-        if write.withdrawn:  # `fill` did not make it
-            return LEFT
-        self._counts["stored"] += 1
-        return STORED
+        self._counts["stored"] += not write.withdrawn
+        return LEFT if write.withdrawn else STORED
 
     # --- load ---------------------------------------------------------------------------------------
 
@@ -526,19 +531,18 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
             if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right
                 return Damaged()
             if drain is None:
-                return self._read(item.name, slots[position])
-            return self._drain(item, functools.partial(drain, position), slots) if drain.wanted else LEFT
+                return self._read(item, slots[position], None)
+            if not drain.wanted:
+                return LEFT
+            slot = slots.pop() if self.slots_at_once else NO_SLOT
+            try:
+                return self._read(item, slot[: item.nbytes], functools.partial(drain, position))
+            finally:
+                slots.append(slot)
         except StorageError as error:
             return bare(error)
         except Damaged as damaged:
             return Damaged(None if damaged.error is None else bare(damaged.error))
-
-    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:
-        slot = slots.pop()
-        try:
-            return self._deliver(item, slot[: item.nbytes], take)
-        finally:
-            slots.append(slot)
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -557,16 +561,26 @@ class IndexedStorage(LevelOrder, Storage, RemovingStore):
         self._counts["evictions"] += len(victims)
         return self._stuck.remove(victims)
 
-    # --- helpers ------------------------------------------------------------------------------------
+    # --- purges (keeping.py) ------------------------------------------------------------------------
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        now = self._now()
+        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
+
+    def storing(self) -> list[str]:
+        return [item.name for batch in self._storing for item in batch.items]
+
+    async def at_end(self) -> None:
+        await self._effects.ended(self._storing.values())
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
-        left = self._inline_bytes
-        for item in items:
-            left -= item.nbytes
-            if left < 0:
-                return False
-        return bool(self._inline_bytes)
+        most = self._inline_bytes
+        return bool(most) and sum([item.nbytes for item in items]) <= most
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

@@ -42,6 +42,8 @@ from transferd.storage.base import (
     Outcome,
     Storage,
     added,
+    chosen,
+    chosen_drain,
 )
 from transferd.tiers.base import INLINE_BYTES
 
@@ -163,9 +165,9 @@ class SingleFlight:
         await every([lead(), follow()])
         again = [position for position, _ in followed if outcomes[position] is None]
         if again:
-            rest = drain and Renumbered(drain, again)
-            own = slots if rest is not None else [slots[position] for position in again]
-            outcomes.update(zip(again, await self.run([items[i] for i in again], rest, own), strict=True))
+            own = slots if drain is not None else chosen(slots, again)
+            rest = await self.run(chosen(items, again), chosen_drain(drain, again), own)
+            outcomes.update(zip(again, rest, strict=True))
         return [outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None]
 
     def _board(
@@ -252,20 +254,6 @@ class SingleFlight:
             if answer is not None:
                 self.counts[_COUNTED_AS.get(answer.found, "")] += 1
             rider.end(answer)
-
-
-class Renumbered:
-    """A drain for some items of a call: its item i is the call's item positions[i]."""
-
-    def __init__(self, drain: Drainer, positions: Sequence[int]) -> None:
-        self._drain, self._positions = drain, positions
-
-    @property
-    def wanted(self) -> bool:
-        return self._drain.wanted
-
-    def __call__(self, i: int, data: memoryview, /) -> bool:
-        return self._drain(self._positions[i], data)
 
 
 class JoinedStorage(FrontStorage):

@@ -185,11 +185,20 @@ def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
         finally:
             os.close(fd)
         os.rename(new, path)
+        sync_directory(os.path.dirname(path))
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(new)
         raise
     return written
+
+
+def sync_directory(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _batch(body: bytes) -> bytes:

@@ -14,6 +14,7 @@ import abc
 import asyncio
 import dataclasses
 import enum
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -66,11 +67,6 @@ def check_pins(one: AskedPins, share: float) -> None:
     what = f"these {one.objects} objects add {new} bytes to the {taken} that the engine has pinned"
     bound = f"an engine may pin {most} bytes (engines.pin_share), all together {MOST_PINNED:.0%} of the store"
     raise RequestError(f"{what}: {bound}; pin fewer, or unpin others", code="share_exceeded")
-
-
-def first_known(each: Sequence[Sequence[int | None]], count: int) -> list[int | None]:
-    """For each of `count` objects, the first depth that one of several stores knows."""
-    return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(count)]
 
 
 class Keeper(abc.ABC):
@@ -136,6 +132,43 @@ class Keeper(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, int]:
         """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
+
+
+class ManyKeepers(Keeper):
+    """The keepers of several stores as one."""
+
+    _all: Sequence[Keeper]
+
+    @property
+    def _keepers(self) -> Sequence[Keeper]:
+        """Those of stores that work now. All of them are told of engines."""
+        return self._all
+
+    def claim(self, owner: Hashable, space: str, share: float) -> None:
+        for keeper in self._all:
+            keeper.claim(owner, space, share)
+
+    def leave(self, owner: Hashable) -> None:
+        for keeper in self._all:
+            keeper.leave(owner)
+
+    def holdings(self) -> list[Holding]:
+        """The sums: a block counts in each level that has it."""
+        total: dict[Hashable, Holding] = {}
+        for keeper in self._keepers:
+            for one in keeper.holdings():
+                total[one.owner] = total[one.owner] + one if one.owner in total else one
+        return list(total.values())
+
+    def depths(self, names: Sequence[str]) -> list[int | None]:
+        each = [keeper.depths(names) for keeper in self._keepers]
+        return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(len(names))]
+
+    def statistics(self) -> dict[str, int]:
+        total = Counter[str]()
+        for keeper in self._keepers:
+            total.update(keeper.statistics())
+        return dict(total)
 
 
 class Purging(abc.ABC):

@@ -9,8 +9,6 @@ In a full store a new object takes the memory of an evicted one (docs/files.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -18,7 +16,7 @@ from transferd.config import Config, MemoryStorageSection, StorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import LEFT, Fill, Item
+from transferd.storage.base import LEFT, Fill, Item, Take
 from transferd.storage.batch import Answer, Damaged, Write
 from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
@@ -64,7 +62,7 @@ class MemoryStorage(IndexedStorage):
     def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
         """Have the object made in its final place, instead of in a slot."""
         name, nbytes = write.item.name, write.item.nbytes
-        spare = self._free(write, reuse=True)
+        spare = self._free(write)
         memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare
         if fill(write.position, memory.data, False):
             self._objects[name] = memory
@@ -80,22 +78,16 @@ class MemoryStorage(IndexedStorage):
         memory = self._objects.pop(name, None)
         return memory if memory is not None and memory.nbytes == nbytes else None
 
-    def _object(self, name: str, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        """The object; the caller's reference keeps it alive if it is evicted meanwhile. Raises Damaged."""
-        stored = self._objects.get(name)
-        if stored is not None and stored.nbytes != nbytes:
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+        stored = self._objects.get(item.name)  # this reference keeps it alive if it is evicted meanwhile
+        if stored is None:
+            return False
+        if stored.nbytes != item.nbytes:
             raise Damaged
-        return stored
-
-    def _read(self, name: str, data: memoryview) -> bool:
-        stored = self._object(name, data.nbytes)
-        if stored is not None:
-            np.copyto(np.asarray(data), stored)
-        return stored is not None
-
-    def _drain(self, item: Item, take: Callable[[memoryview], bool], slots: list[memoryview]) -> Answer:  # noqa: ARG002 - no slots
-        stored = self._object(item.name, item.nbytes)
-        return stored is not None and (take(stored.data) or LEFT)
+        if take is not None:
+            return take(stored.data) or LEFT
+        np.copyto(np.asarray(slot), stored)
+        return True
 
     def _remove(self, name: str) -> None:
         self._objects.pop(name, None)

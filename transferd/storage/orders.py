@@ -18,20 +18,19 @@ import hashlib
 import math
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from transferd.blocks.keys import encode_text
-from transferd.storage.pins import KeptPin
 from transferd.storage.queues import EngineOwner, space_of
 from transferd.storage.selection import Selection
 
-MOST_NAMES = 65_536  # of one order
-MOST_ORDERS = 4096  # purges that are remembered for a disk that is away; with more it is emptied when it returns
+MOST_NAMES = 65_536  # in all purges that are remembered, and
+MOST_ORDERS = 4096  # purges: with more, a disk that is away is emptied when it returns
 MANY_ORDERS = 64  # purges that all disks have applied and that are still listed
-MOST_BYTES = 4 * 1024**2  # of a list
+FEW_PINS = 1024  # that are over and may wait beside those that last
 
 
 class By(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -55,18 +54,13 @@ class Fits(msgspec.Struct, frozen=True, omit_defaults=True):
     unused_s: float | None = None
 
 
-class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One record of a list. kind: `purge`, `pin`, `unpin`, or `applied`: this disk has done the purge of this id."""
+class PurgeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One purge of a list."""
 
     id: str
-    kind: str
-    at: float = 0.0  # Unix time
-    by: By | None = None
-    fits: Fits | None = None
-    engine: str = ""  # of a pin
-    uid: int | None = None
-    until: float = 0.0  # Unix time
-    names: list[str] = []  # digests of what is pinned
+    at: float  # Unix time
+    fits: Fits
+    by: By = NOBODY
 
     @property
     def number(self) -> int:
@@ -74,20 +68,19 @@ class OrderRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return int(self.id.rpartition("-")[2])
 
 
-class Head(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first record of a list. store: names this disk's store. before, last: see `Epoch`."""
+class PinRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Pins of one owner that were given together, or ended. number: of that order. until: Unix time."""
 
-    store: str
-    epoch: tuple[int, str]
-    family: str
-    since: float
-    before: tuple[int, str] | None = None
-    last: int = 0
+    number: int
+    until: float
+    engine: str
+    names: list[str]  # digests
+    uid: int | None = None
+    ended: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """before, last: the epoch that it follows, and the number of the last purge of that one."""
+class Epoch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """before, last: number and mark of the epoch that it follows, and the number of the last purge of that one."""
 
     number: int
     mark: str
@@ -99,15 +92,8 @@ class Epoch:
     def first(cls) -> Epoch:
         return cls(1, secrets.token_hex(8), secrets.token_hex(8))
 
-    @classmethod
-    def of(cls, head: Head) -> Epoch:
-        return cls(*head.epoch, head.family, head.before, head.last)
-
     def next(self, last: int) -> Epoch:
         return Epoch(self.number + 1, secrets.token_hex(8), self.family, (self.number, self.mark), last)
-
-    def head(self, store: str, since: float) -> Head:
-        return Head(store, (self.number, self.mark), self.family, since, self.before, self.last)
 
 
 def digest(name: str) -> str:
@@ -115,38 +101,33 @@ def digest(name: str) -> str:
     return hashlib.blake2b(encode_text(name)).hexdigest()[:32]
 
 
-@dataclass(slots=True)
-class Listed:
-    """What a disk's list says. problem: why it cannot be read; then the disk may have missed any order."""
+class Listed(msgspec.Struct, omit_defaults=True):
+    """What a disk's list says. epoch: None if there is none, or none that can be read.
 
-    head: Head | None = None
-    orders: list[OrderRecord] = field(default_factory=list)
-    applied: set[str] = field(default_factory=set)
+    applied: the ids of purges that this disk has done.
+    problem: why the list cannot be read; then the disk may have missed any order.
+    """
+
+    epoch: Epoch | None = None
+    purges: list[PurgeRecord] = []
+    applied: set[str] = set()
+    pins: list[PinRecord] = []
     problem: str = ""
-
-    def add(self, order: OrderRecord) -> None:
-        if order.kind == "applied":
-            self.applied.add(order.id)
-        else:
-            self.orders.append(order)
-
-    @property
-    def purges(self) -> list[OrderRecord]:
-        return [order for order in self.orders if order.kind == "purge"]
 
     def follows(self, epoch: Epoch) -> str:
         """Why this disk may have missed orders before this epoch; "" if it has not."""
         if self.problem:
             return f"its orders cannot be read: {self.problem}"
-        if self.head is None:
+        if self.epoch is None:
             return "it has no list of orders"
-        if self.head.epoch == (epoch.number, epoch.mark):
+        own = self.epoch.number, self.epoch.mark
+        if own == (epoch.number, epoch.mark):
             return ""
         done = all(order.id in self.applied for order in self.purges)
-        last = max((order.number for order in self.purges), default=self.head.last)
-        if self.head.epoch == epoch.before and done and last >= epoch.last:
+        last = max((order.number for order in self.purges), default=self.epoch.last)
+        if own == epoch.before and done and last >= epoch.last:
             return ""  # the daemon ended while it began the new epoch, and this disk was not yet told
-        if self.head.family != epoch.family:
+        if self.epoch.family != epoch.family:
             return "it belongs to another daemon's store"
         return "it was away while orders were given that no disk lists any more"
 
@@ -154,9 +135,9 @@ class Listed:
 class Overdue:
     """Purges, for a disk that has not applied them. everything: all of its objects go."""
 
-    def __init__(self, orders: Iterable[OrderRecord], *, everything: bool) -> None:
+    def __init__(self, orders: Iterable[PurgeRecord], *, everything: bool) -> None:
         self.everything = everything
-        each = [(order.at, order.fits) for order in orders if order.fits is not None]
+        each = [(order.at, order.fits) for order in orders]
         self._tests = [_test_of(at, fits) for at, fits in each]
         self.removed = 0
         # Whatever is in the quarantine may fit: its files do not say their objects' names.
@@ -190,20 +171,28 @@ def _test_of(at: float, fits: Fits) -> Callable[[str, float], bool]:
     return test
 
 
+class _LatestPin(NamedTuple):
+    """What the latest order about a pin says."""
+
+    number: int
+    until: float  # Unix time, at which no list needs it any more
+    ended: bool
+
+
 class OrderBook:
-    """All orders of one file backend: the union of its disks' lists. Used on one loop; `digests` from any thread.
+    """All orders of one file backend: the union of its disks' lists. Changed on one loop.
 
     wall: Unix time.
     """
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self.epoch: Epoch | None = None
-        self.purges: dict[str, OrderRecord] = {}  # of this epoch
+        self.purges: dict[str, PurgeRecord] = {}  # of this epoch
         self._wall = wall
         self._boot = secrets.token_hex(4)
         self._number = 0  # of the latest order
-        # by object and owner: the number of the latest order about this pin, and its end; 0 if it was ended
-        self._pins: dict[str, dict[EngineOwner, tuple[int, float]]] = {}
+        self._pins: dict[str, dict[EngineOwner, _LatestPin]] = {}  # by object
+        self._most_pins = FEW_PINS  # with more objects, those whose pins are over are dropped
 
     # --- the lists of disks -------------------------------------------------------------------------
 
@@ -212,102 +201,98 @@ class OrderBook:
 
         holding: of each disk, whether it has objects. A disk without any gives way to those of another family.
         """
-        heads = [one.head for one in lists if one.head is not None]
         family = next(iter(families(lists, holding)), None)
-        newest = max(
-            (head for head in heads if family in (None, head.family)),
-            key=lambda head: (head.epoch, head.since),
-            default=None,
-        )
-        self.epoch = Epoch.first() if newest is None else Epoch.of(newest)
+        epochs = [one.epoch for one in lists if one.epoch is not None and family in (None, one.epoch.family)]
+        self.epoch = max(epochs, key=lambda epoch: (epoch.number, epoch.mark), default=None) or Epoch.first()
         for one in lists:
             self.learn(one)
 
     def follow(self, listed: Listed) -> None:
         """The only disk has returned. If no purge was given, it has missed none, also if another daemon used it."""
-        if listed.head is not None and not self.has_given:
-            self.epoch = Epoch.of(listed.head)
+        if listed.epoch is not None and not self.has_given:
+            self.epoch = listed.epoch
 
     def learn(self, listed: Listed) -> None:
         """Take up a disk's orders, unless it is one that is emptied."""
         assert self.epoch is not None
-        for order in listed.orders:
-            self._number = max(self._number, order.number)
-        self._number = max(self._number, 0 if listed.head is None else listed.head.last)
-        if listed.follows(self.epoch) and listed.head is not None:
+        numbers = [order.number for order in listed.purges] + [pin.number for pin in listed.pins]
+        self._number = max(self._number, 0 if listed.epoch is None else listed.epoch.last, *numbers)
+        if listed.epoch is None or listed.follows(self.epoch):
             return
-        current = listed.head is not None and listed.head.epoch == (self.epoch.number, self.epoch.mark)
-        for order in listed.orders:
-            if order.kind == "purge" and current:
-                self.purges.setdefault(order.id, order)
-            elif order.kind in ("pin", "unpin"):
-                self._take(order)
+        if (listed.epoch.number, listed.epoch.mark) == (self.epoch.number, self.epoch.mark):
+            self.purges = {order.id: order for order in listed.purges} | self.purges
+        for pin in listed.pins:
+            owner, held = EngineOwner(pin.engine, pin.uid), _LatestPin(pin.number, pin.until, pin.ended)
+            for one in pin.names:
+                owners = self._pins.setdefault(one, {})
+                owners[owner] = max(held, owners.get(owner, held))
 
-    def left_for(self, listed: Listed) -> list[OrderRecord]:
+    def left_for(self, listed: Listed) -> list[PurgeRecord]:
         """The purges that a disk has not applied."""
         return [order for order in self.purges.values() if order.id not in listed.applied]
 
-    def everything(self, applied: Iterable[str]) -> list[OrderRecord]:
-        """The records of a disk's list, after its head."""
-        done = [OrderRecord(one, "applied") for one in dict.fromkeys(applied) if one in self.purges]
-        return [*self.purges.values(), *done, *self._pin_orders()]
+    def listed(self, applied: Iterable[str]) -> Listed:
+        """The list of a disk that has applied these. Any thread may use this."""
+        given = defaultdict[tuple[EngineOwner, _LatestPin], list[str]](list)
+        for one, owners in list(self._pins.items()):
+            for pin in list(owners.items()):
+                given[pin].append(one)
+        pins = [
+            PinRecord(held.number, held.until, owner.engine, names, owner.uid, held.ended)
+            for (owner, held), names in given.items()
+        ]
+        purges = self.purges.copy()
+        return Listed(self.epoch, list(purges.values()), purges.keys() & applied, pins)
 
-    def forget(self) -> None:
-        """Begin a new epoch: no disk needs the purges of this one any more, or it will be emptied."""
+    def tidy(self, *, applied: bool) -> bool:
+        """Begin a new epoch if no disk needs the purges of this one, or they are too many. Returns whether it did.
+
+        applied: all disks have applied all purges.
+        """
         assert self.epoch is not None
-        self.epoch = self.epoch.next(max((one.number for one in self.purges.values()), default=self.epoch.last))
-        self.purges.clear()
-        now = self._wall()
-        for digest_, owners in list(self._pins.items()):
-            for owner in [owner for owner, (_, until) in owners.items() if until <= now]:
-                del owners[owner]
-            if not owners:
-                del self._pins[digest_]
+        names = sum(len(one.fits.names or ()) for one in self.purges.values())
+        if len(self.purges) <= (MANY_ORDERS - 1 if applied else MOST_ORDERS) and names <= MOST_NAMES:
+            return False
+        self.epoch = self.epoch.next(max(one.number for one in self.purges.values()))
+        self.purges = {}
+        return True
 
     # --- orders -------------------------------------------------------------------------------------
 
-    def purge(self, selection: Selection, by: By, space: str | None) -> list[OrderRecord]:
+    def purge(self, selection: Selection, by: By, space: str | None) -> PurgeRecord:
         """Begin a purge. space: of the objects of `selection.owner`, if that is set; None if it is not known."""
-        at, digests = self._wall(), None if selection.names is None else sorted(map(digest, selection.names))
+        digests = None if selection.names is None else sorted(map(digest, selection.names))
         fits = Fits(selection.model, selection.generation, space, digests, selection.unused_s)
-        parts = [fits]
-        if digests is not None:
-            parts = [
-                msgspec.structs.replace(fits, names=digests[start : start + MOST_NAMES])
-                for start in range(0, len(digests), MOST_NAMES)
-            ]
-        orders = [OrderRecord(self._next(), "purge", at, by, part) for part in parts]
-        self.purges.update((order.id, order) for order in orders)
-        return orders
+        order = PurgeRecord(f"{self._boot}-{self._next()}", self._wall(), fits, by)
+        self.purges[order.id] = order
+        return order
 
-    def pin(self, owner: EngineOwner, names: Iterable[str], ttl_s: float) -> list[OrderRecord]:
-        return self._about("pin", owner, map(digest, names), self._wall() + ttl_s)
+    def pin(self, owner: EngineOwner, names: Iterable[str], ttl_s: float) -> None:
+        held = _LatestPin(self._next(), self._wall() + ttl_s, False)
+        for name in names:
+            self._pins.setdefault(digest(name), {})[owner] = held
+        if len(self._pins) > self._most_pins:
+            now = self._wall()
+            lasting = ((one, {o: h for o, h in owners.items() if h.until > now}) for one, owners in self._pins.items())
+            self._pins = {one: owners for one, owners in lasting if owners}
+            self._most_pins = FEW_PINS + 2 * len(self._pins)
 
-    def unpin(self, owner: EngineOwner, names: Iterable[str] | None) -> list[OrderRecord]:
-        """End pins of an owner; None: all of them."""
-        mine = (one for one, owners in self._pins.items() if owners.get(owner, (0, 0.0))[1])
-        return self._about("unpin", owner, list(mine) if names is None else map(digest, names), 0.0)
-
-    def purged(self, names: Iterable[str]) -> list[OrderRecord]:
-        """End all pins of objects that a purge has removed."""
-        ended, now = defaultdict[EngineOwner, list[str]](list), self._wall()
-        for one in map(digest, names) if self._pins else ():
-            for owner, (_, until) in self._pins.get(one, {}).items():
-                if until > now:
-                    ended[owner].append(one)
-        return [order for owner, these in ended.items() for order in self._about("unpin", owner, these, 0.0)]
+    def unpin(self, names: Iterable[str] | None, owner: EngineOwner | None = None) -> bool:
+        """End pins. names, owner: of which objects, and whose; None for all. Returns whether there were any."""
+        if not self._pins:
+            return False
+        number, any_ended = self._next(), False
+        for one in self._pins if names is None else map(digest, names):
+            for other, held in self._pins.get(one, {}).items():
+                if owner in (None, other) and not held.ended:
+                    self._pins[one][other], any_ended = _LatestPin(number, held.until, True), True
+        return any_ended
 
     def pinned(self, name: str) -> Iterator[tuple[EngineOwner, float]]:
         """Who has pinned an object, and for how many seconds from now. Any thread may use this."""
         if self._pins and (owners := self._pins.get(digest(name))):
             now = self._wall()
-            yield from [(owner, until - now) for owner, (_, until) in owners.copy().items() if until > now]
-
-    def restore(self, pins: Iterable[KeptPin]) -> None:
-        """Take up pins that an earlier release has kept."""
-        for pin in pins:
-            if isinstance(pin.owner, EngineOwner):
-                self._about("pin", pin.owner, [digest(pin.name)], self._wall() + pin.left_s)
+            yield from [(o, h.until - now) for o, h in list(owners.items()) if h.until > now and not h.ended]
 
     @property
     def has_given(self) -> bool:
@@ -318,57 +303,12 @@ class OrderBook:
     def has_pins(self) -> bool:
         return bool(self._pins)
 
-    # --- inside -------------------------------------------------------------------------------------
-
-    def _next(self) -> str:
+    def _next(self) -> int:
         self._number += 1
-        return f"{self._boot}-{self._number}"
-
-    def _about(self, kind: str, owner: EngineOwner, digests: Iterable[str], until: float) -> list[OrderRecord]:
-        these, at = list(digests), self._wall()
-        orders = [
-            OrderRecord(
-                self._next(),
-                kind,
-                at,
-                engine=owner.engine,
-                uid=owner.uid,
-                until=until,
-                names=these[start : start + MOST_NAMES],
-            )
-            for start in range(0, len(these), MOST_NAMES)
-        ]
-        for order in orders:
-            self._take(order)
-        return orders
-
-    def _take(self, order: OrderRecord) -> None:
-        owner, until = EngineOwner(order.engine, order.uid), order.until if order.kind == "pin" else 0.0
-        for one in order.names:
-            owners = self._pins.setdefault(one, {})
-            if owners.get(owner, (0, 0.0))[0] < order.number:
-                owners[owner] = order.number, until
-
-    def _pin_orders(self) -> list[OrderRecord]:
-        """The pins as they are now: an order for each that was given."""
-        given = defaultdict[tuple[int, EngineOwner, float], list[str]](list)
-        for one, owners in self._pins.items():
-            for owner, (number, until) in owners.items():
-                given[number, owner, until].append(one)
-        return [
-            OrderRecord(
-                f"{self._boot}-{number}",
-                "pin" if until else "unpin",
-                engine=owner.engine,
-                uid=owner.uid,
-                until=until,
-                names=names,
-            )
-            for (number, owner, until), names in sorted(given.items(), key=lambda item: item[0][0])
-        ]
+        return self._number
 
 
-def families(lists: Iterable[Listed], holding: Iterable[bool]) -> dict[str, int]:
+def families(lists: Iterable[Listed], holding: Collection[bool]) -> dict[str, int]:
     """The families of disks with objects, each with the position of one such disk. More than one cannot go together."""
-    heads = [(i, one.head) for i, (one, holds) in enumerate(zip(lists, holding, strict=True)) if holds]
-    return {head.family: i for i, head in heads if head is not None}
+    each = enumerate(zip(lists, holding, strict=True))
+    return {one.epoch.family: i for i, (one, holds) in each if holds and one.epoch is not None}

@@ -3,14 +3,14 @@
 An owner pins objects that are there, each for a time to live. An object may have several pins; it is evicted like any
 other once the last one is over. An object that leaves for another reason (a purge, damage) takes its pins along.
 
-Time comes from the loop: one timer, for the pin that ends next. pin_file.py keeps pins over a restart.
+Time comes from the loop: one timer, for the pin that ends next. orders.py keeps pins over a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,16 +81,6 @@ class Pins:
             self.taken(owner),
             pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
             self._index.capacity,
-        )
-
-    def kept(self) -> Iterator[KeptPin]:
-        """All pins, for another life of the store. Any thread may use the result."""
-        now, pins = asyncio.get_running_loop().time(), list(self._until.items())
-        return (
-            KeptPin(entry.name, owner, until - now)
-            for entry, owners in pins
-            if entry.pinned
-            for owner, until in owners.copy().items()
         )
 
     def restore(self, kept: Sequence[KeptPin]) -> None:

@@ -17,23 +17,17 @@ from typing import Any, NamedTuple
 import structlog
 
 from transferd.errors import StorageError
-from transferd.storage.batch import StoreBatch, Write, is_whole
-from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import Purging
-from transferd.storage.lru import Entry, LruIndex, Victim
+from transferd.storage.batch import Write, is_whole
+from transferd.storage.effects import Effects
+from transferd.storage.lru import LruIndex, Victim
 from transferd.storage.queues import STUCK
 
 log = structlog.get_logger(__name__)
 
 RETRY_S = 60.0
-FAILING = 4  # input/output errors that one write bears
+FAILING = 4  # input/output errors that one write bears: the owner of a disk that fails must know soon
 AT_ONCE = 256  # objects that are tried again together
 ACTION = "give the store's files back to the daemon's user, and let it remove them (chown, chmod, chattr -i)"
-
-
-def may_go_on(write: Write) -> bool:
-    """Whether a write may try more victims after some were stuck. The owner of a disk that fails must know soon."""
-    return sum(error.reason == "storage_io" for _, error in write.stuck) < FAILING
 
 
 class _Stuck(NamedTuple):
@@ -64,9 +58,11 @@ class StuckObjects:
         """Put the victims of a write that were not removed back into the index. Returns how many."""
         for victim in write.victims:
             self._index.restore(*victim)
-        for victim, error in write.stuck:
+        for victim, error in write.refused:
             self._keep(victim, error)
-        return len(write.victims) + len(write.stuck)
+        kept = len(write.victims) + len(write.refused)
+        write.victims, write.refused = [], []
+        return kept
 
     def _keep(self, victim: Victim, error: StorageError) -> None:
         self._index.restore(*victim)
@@ -149,28 +145,3 @@ class StuckObjects:
             "stuck_bytes": sum(refusal.nbytes for refusal in self._refused.values()),
             "stuck_why": why[0] if why else "",
         }
-
-
-class RemovingStore(Purging):
-    """How an indexed store drops objects that a purge names. Its attributes are the store's."""
-
-    _index: LruIndex
-    _effects: Effects
-    _traffic: Traffic
-    _stuck: StuckObjects
-    _storing: dict[StoreBatch, asyncio.Future[None]]
-    _now: Callable[[], float]
-
-    async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        now = self._now()
-        return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
-
-    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
-        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
-
-    def storing(self) -> list[str]:
-        return [item.name for batch in self._storing for item in batch.items]
-
-    async def at_end(self) -> None:
-        await self._effects.ended(self._storing.values())

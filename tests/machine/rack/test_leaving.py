@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.support.waits import stats_until, until
 from transferd import Status
 from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess
+from transferd.daemon.process import STILL_RUNNING
 from transferd.errors import TransferError
 
 pytestmark = [
@@ -187,3 +189,22 @@ async def test_a_stop_goes_on_if_nothing_can_be_copied(tmp_path: Path) -> None:
             assert (code, report["objects"], report["why"]) == (1, 0, "the other nodes have no room")
         lab.master.stop()
         assert alone.stop(timeout=60) == 0, alone.log
+
+
+@pytest.mark.skipif(os.environ.get("RACK") != "whole", reason="it takes half a minute: `make rack` runs it")
+@pytest.mark.parametrize("within", [1, 3])
+async def test_a_stop_whose_time_for_copies_is_up_ends_as_a_stop(tmp_path: Path, within: int) -> None:
+    """The library begins the copies that the master has handed out, also while its client closes: that aborts."""
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=4))  # each other node adds to what may be under way
+        leaver = lab.daemon(1, **POOL | {"drain_at_stop": within})
+        for number in (2, 3, 4):
+            lab.daemon(number, **POOL)
+        await has_segments(lab, 4)
+        async with engine(leaver) as writer:
+            for chain in CHAINS:
+                await writer.until_stored(chain)
+            running = asyncio.ensure_future(writer.until_stored(range(5000, 5000 + CHAIN)))
+            code = await asyncio.to_thread(leaver.stop, timeout=100)
+            running.cancel()
+        assert code in (0, STILL_RUNNING), leaver.log

@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from transferd.storage.base import Index, PoolNode, Storage
-from transferd.storage.divided import DividedIndex, DividedLevels
+from transferd.storage.divided import DividedLevels, DividedStorage
 from transferd.storage.levels.base import Levels
 from transferd.storage.levels.stack import LevelsStorage
 
@@ -28,4 +28,4 @@ def test_a_block_of_several_objects_has_levels_as_one_object_has() -> None:
         assert not inspect.isabstract(made)
         assert {name for name in abstract if name in vars(made)} == abstract
     asked = {"find", "stored", "look", "tell_departures"}
-    assert asked <= set(vars(DividedIndex)), "names of blocks mean nothing to the storage behind"
+    assert asked <= set(vars(DividedStorage)), "names of blocks mean nothing to the storage behind"

@@ -134,7 +134,7 @@ async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, t
     assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 5
     await until(lambda: lower.waiting, "the copy has begun")
     pinning = asyncio.ensure_future(keeper.pin(me, [*names, name(9)], 600.0, 0.5))
-    await until(lambda: (tmp_path / "blocks" / "orders").read_bytes().count(b'"pin"'))
+    await until(lambda: (tmp_path / "blocks" / "orders").read_bytes().count(b'"until"'))
     assert await pinned_after_a_kill("before the copy") == 0
     lower.gate.set()
     assert await pinning == [PinState.DURABLE] * 5 + [PinState.NOT]

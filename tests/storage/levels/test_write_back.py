@@ -14,7 +14,7 @@ from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Outcome
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Outcome, as_chain
 from transferd.storage.levels import write_back
 from transferd.storage.levels.base import Proof
 from transferd.storage.lru import Use
@@ -407,7 +407,7 @@ async def test_a_touch_of_a_held_object_counts_when_it_is_released(open_storage:
     await store.get((name(0), KIB))  # while both are held
     lower.gate.set()
     await store.levels.flush(10)
-    store.levels.touch([Item(name(0), KIB, store.levels._in_order([Item(name(0), KIB)])[0].use, 0)])
+    store.levels.touch([Item(name(0), KIB, as_chain([Item(name(0), KIB)])[0].use, 0)])
     for i in (10, 11, 12):
         assert await store.put((name(i), content(i))) == [STORED]
         await store.levels.flush(10)

@@ -145,6 +145,8 @@ async def test_no_room_and_refusals_are_said(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_drain_ends_with_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, {f"k{number}": [1] for number in range(100)})
     monkeypatch.setattr(pool, "copied", lambda tasks: [None] * len(tasks))
+    monkeypatch.setattr(module, "BEGUN", 10_000)
+    monkeypatch.setattr(module, "END_S", 0.01)
     made = await pool.copies.drain(within_s=0.05)
     assert made == CopiesMade(0, 0, 100, 100_000, "the time was up")
     assert 0 < len(pool.asked) <= module.UNDER_WAY * 3, "no more are under way than a node begins in two seconds"
@@ -193,3 +195,22 @@ async def test_an_impossible_mend_or_drain_is_refused(monkeypatch: pytest.Monkey
     pool.can_copy = False
     with pytest.raises(RequestError, match="cannot copy"):
         await pool.copies.drain(math.inf)
+
+
+async def test_near_its_end_a_drain_asks_for_no_more_than_a_node_still_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a node has yet to begin as its client closes ends the process in the library."""
+    pool = Pool(monkeypatch, {f"k{number}": [1] for number in range(200)})
+    looks: list[Sequence[CopyTask]] = []
+
+    def copied(tasks: Sequence[CopyTask]) -> list[bool | None]:
+        looks.append(tasks)
+        return [None] * len(tasks)
+
+    monkeypatch.setattr(pool, "copied", copied)
+    monkeypatch.setattr(module, "END_S", 0.0)
+    monkeypatch.setattr(module, "BEGUN", 2 * module.EACH / 1000)
+    leaving = asyncio.ensure_future(pool.copies.leave(within_s=1000))
+    await until(lambda: len(looks) > 5)
+    assert len(pool.asked) == module.EACH, "of 96 that may be under way"
+    await pool.copies.close()
+    assert (await leaving).why == "the time was up"

@@ -29,16 +29,16 @@ from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
-from transferd.storage.base import EXISTS, Found, Item, Outcome
+from transferd.storage.base import EXISTS, Found, Item, Outcome, Take
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
-from transferd.storage.file_io import Part, Take
+from transferd.storage.file_io import Part
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import Home
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Use
-from transferd.storage.orders import Head, OrderRecord
+from transferd.storage.orders import Listed
 from transferd.storage.paths import path_of
 from transferd.storage.room import DiskState
 from transferd.storage.selection import Selection
@@ -127,15 +127,11 @@ class DyingLedger(Ledger):
 
     medium: DyingDirectory
 
-    def _replace(self, head: Head, orders: Sequence[OrderRecord]) -> None:
+    def write(self, listed: Listed) -> None:
         if self.medium.fault:
+            self.listed, self.behind = listed, True
             raise self.medium._error()
-        super()._replace(head, orders)
-
-    def append(self, orders: Sequence[OrderRecord]) -> None:
-        if self.medium.fault:
-            raise self.medium._error()
-        super().append(orders)
+        super().write(listed)
 
 
 class SimDisk(Disk):

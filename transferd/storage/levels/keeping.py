@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
-from transferd.storage.base import added
-from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
+from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
 from transferd.storage.lru import Use
@@ -21,38 +19,25 @@ from transferd.wire.answers import Purged
 COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
-class LevelsKeeper(Keeper):
+class LevelsKeeper(ManyKeepers):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
     def __init__(self, parts: StackParts, storing: Storing) -> None:
         self._parts = parts
         self._storing = storing
         each = [(level, level.storage.keeper) for level in parts.levels]
-        self._keepers = [keeper for _, keeper in each if keeper is not None]
+        self._all = [keeper for _, keeper in each if keeper is not None]
         self._without = [level for level, keeper in each if keeper is None]
         self._spaces: dict[Hashable, str] = {}
 
     @property
-    def _in_use(self) -> list[Keeper]:
+    def _in_use(self) -> Sequence[Keeper]:
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
-        return [keeper for _, keeper in each if keeper is not None] or self._keepers
+        return [keeper for _, keeper in each if keeper is not None] or self._all
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         self._spaces[owner] = space
-        for keeper in self._keepers:
-            keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for keeper in self._keepers:
-            keeper.leave(owner)
-
-    def holdings(self) -> list[Holding]:
-        """The sums over the levels: a block counts in each level that has it."""
-        total: dict[Hashable, Holding] = {}
-        for keeper in self._keepers:
-            for one in keeper.holdings():
-                total[one.owner] = total[one.owner] + one if one.owner in total else one
-        return list(total.values())
+        super().claim(owner, space, share)
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
@@ -82,9 +67,6 @@ class LevelsKeeper(Keeper):
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
         purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])
         return sum(purged, Purged())
-
-    def depths(self, names: Sequence[str]) -> list[int | None]:
-        return first_known([keeper.depths(names) for keeper in self._keepers], len(names))
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
@@ -149,9 +131,6 @@ class LevelsKeeper(Keeper):
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
-
-    def statistics(self) -> dict[str, int]:
-        return functools.reduce(added, [keeper.statistics() for keeper in self._keepers])
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:

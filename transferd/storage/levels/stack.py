@@ -36,6 +36,7 @@ from transferd.storage.base import (
     PoolNode,
     Storage,
     added,
+    as_chain,
 )
 from transferd.storage.levels.base import Levels, Proof
 from transferd.storage.levels.keeping import LevelsKeeper
@@ -224,7 +225,7 @@ class LevelsStorage(Storage, Index, Levels):
                 one.carry.close()
             self._prefetcher.carry.close()
             self._promotions.buffers.close()
-        for level in reversed(self.all_levels):
+        for level in self.all_levels:  # a pool last: its close stops the process for seconds
             try:
                 await level.storage.close()
             except (StorageError, StillRunning) as error:
@@ -242,14 +243,6 @@ class LevelsStorage(Storage, Index, Levels):
             raise Closed(f"{self.backend} storage is closed")
 
     # --- uses ---------------------------------------------------------------------------------------
-
-    def _in_order(self, items: Sequence[Item]) -> list[Item]:
-        """The items, each with a use: items without one are a chain."""
-        alone = Use()
-        return [
-            item if item.use is not None else Item(item.name, item.nbytes, alone, depth)
-            for depth, item in enumerate(items)
-        ]
 
     def touch(self, items: Sequence[Item]) -> None:
         for level in self.all_levels:
@@ -345,7 +338,7 @@ class LevelsStorage(Storage, Index, Levels):
     ) -> Awaitable[list[Outcome]]:
         """Loads a few bytes that are in the first level's memory at once, and returns a done future."""
         self._check_open()
-        items = self._in_order(items)
+        items = as_chain(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
         if first.storage.slots_at_once == 0 and first.known and not first.out and not first.bad:
             there = first.storage.index.find([item.name for item in items], None)
@@ -378,7 +371,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         self._check_open()
-        return self._stored(self._in_order(items), fill, slots)
+        return self._stored(as_chain(items), fill, slots)
 
     async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes = await uncancelled(self._storing.store(items, fill, slots))

@@ -10,11 +10,10 @@ LEFT: the caller stores them again in other slots. Until that call has ended, no
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Collection, Sequence
 
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes
+from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, chosen, chosen_fill
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.write_back import Unsaved, WriteBack
@@ -174,11 +173,11 @@ class _Store:
             for i in todo:
                 self._outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(f"{level.name}: {why}")))
             return list(todo)
-        make = None if self._fill is None else functools.partial(_fill, self._fill, which)
-        slots = self._slots if self._fill is not None else [self._slots[i] for i in which]
+        make = chosen_fill(self._fill, which)
+        slots = self._slots if self._fill is not None else chosen(self._slots, which)
         if self._fill is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
-        items, parts = [self._items[i] for i in which], self._parts
+        items, parts = chosen(self._items, which), self._parts
         began, nbytes = parts.now(), sum(item.nbytes for item in items)
         storing = asyncio.ensure_future(level.storage.store(items, make, slots))
         await asyncio.wait([storing], timeout=self._limit(level, items, nbytes))
@@ -253,10 +252,6 @@ class _Store:
         level.wrote(item.name)
         stored = item.nbytes if answer.found is Found.STORED else None
         self._storing.save(level, item.name, item.use, item.depth, stored, room)
-
-
-def _fill(fill: Fill, which: Sequence[int], i: int, data: memoryview, near: bool) -> bool:
-    return fill(which[i], data, near)
 
 
 async def _ended(late: Sequence[asyncio.Future[None]]) -> None:

@@ -43,10 +43,12 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 EACH = 16  # objects that are looked up and requested at a time
-UNDER_WAY = 32  # tasks of a node: as many as it begins in two seconds
+BEGUN = 16  # tasks that a node begins in a second
+UNDER_WAY = 2 * BEGUN  # of a node
 FILL = 0.85  # of a segment: the master evicts above 0.9 of the pool
 ROUNDED = 9 / 8  # bytes of memory for a byte of an object, at most: the allocator has eight sizes for a power of two
 LOOK_S = 0.2  # between two looks at tasks
+END_S = 1.0  # of a pass: for what has begun. The library aborts if its client closes while a node has tasks to begin
 TASK_S = 90.0  # the library has given up a transfer by then
 ROUNDS = 3  # tries of an object, each with another node if one has failed
 REFRESH_S = 5.0  # how old the figures of the segments may be
@@ -280,9 +282,9 @@ class Copies:
         """Try to make a copy of each."""
         run.begin()
         for start in range(0, len(found), EACH):
-            while len(run.under_way) > run.most - EACH and self._now() < self._by:
+            while (left_s := self._by - self._now()) > 0 and len(run.under_way) > min(run.most, BEGUN * left_s) - EACH:
                 await self._progress(run)
-            if self._now() >= self._by:
+            if left_s <= 0:
                 break
             some = await self._again(found[start : start + EACH], wanted)
             self._left_bytes -= sum(held.nbytes for held in found[start : start + EACH])
@@ -293,7 +295,7 @@ class Copies:
             pairs = [(held.key, segment.name) for held, segment in chosen]
             answers = await self._in_thread(lambda client: client.copy(pairs)) if pairs else []  # noqa: B023
             run.asked(chosen, answers, self._now())
-        while run.under_way and self._now() < self._by + LOOK_S:
+        while run.under_way and self._now() < self._by + END_S:
             await self._progress(run)
 
     async def _progress(self, run: _Run) -> None:
