@@ -1,8 +1,8 @@
-"""Write docs/report.md: every field of the daemon's report, with the comment beside it in observability/report.py.
+"""Write docs/report.md, and the tables of docs/metrics.md, from observability/report.py and concerns.py.
 
     python scripts/describe_report.py [--check]
 
---check writes nothing, and exits 1 if the file differs.
+--check writes nothing, and exits 1 if a file differs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import ast
 import inspect
 import io
+import re
 import sys
 import tokenize
 import typing
@@ -24,8 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from transferd.observability import report  # noqa: E402
+from transferd.observability.concerns import CONCERNS  # noqa: E402
+from transferd.observability.metrics import rows  # noqa: E402
 
-PAGE = ROOT / "docs" / "report.md"
+PAGE, METRICS = ROOT / "docs" / "report.md", ROOT / "docs" / "metrics.md"
 HEAD = """# The report
 
 `transferd stats --format json`, `/status` on the metrics port, `stats()` of a client and `report` in `/live` show this.
@@ -49,39 +52,89 @@ def _rows(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
         if key == "storage.other":
             yield f"| `storage.…` | map | {comments['other']} |"
         elif inner is not None:
-            said = comments.get(field.name) or " ".join((inspect.getdoc(inner) or "").split())
+            said = comments.get(field.name) or _help(field.type) or " ".join((inspect.getdoc(inner) or "").split())
             yield f"| `{key}` | {many or 'map'} | {said} |"
             below = {"": ".", "list": "[].", "map by name": ".NAME."}[many]
             yield from _rows(inner, key + below)
         else:
             absent = "; absent where it does not apply" if field.default is msgspec.UNSET else ""
-            yield f"| `{key}` | {_called(field.type)} | {comments[field.name]}{absent} |"
+            said = _help(field.type) or comments[field.name]
+            yield f"| `{key}` | {_called(field.type)} | {said}{absent} |"
+
+
+def _help(kind: Any) -> str:
+    """What a field that is a metric says of itself."""
+    return next((one.help for one in getattr(kind, "__metadata__", ()) if isinstance(one, report.Figure)), "")
+
+
+def metrics_page(text: str) -> str:
+    """docs/metrics.md with its tables made anew; when a concern begins is kept from the page."""
+    when = dict(
+        re.findall(r"^\| `([a-z_]+)` \|(?: \w+ \|)? (.+?) \| .+ \|$", text.partition("## Concerns")[2], re.MULTILINE)
+    )
+    tables = {
+        "metric": sorted(set(_metrics(report.Report, "", []))),
+        "concern": [f"| `{k}` | {one.severity} | {when[k]} | {one.remedy} |" for k, one in CONCERNS.items()],
+    }
+    for name, lines in tables.items():
+        table = "\n".join(lines)
+        found = re.search(rf"\| {name} \|.+\n\|[-|]+\n((?:\|.+\n)*)", text)
+        assert found is not None
+        text = f"{text[: found.start(1)]}{table}\n{text[found.end(1) :]}"
+    return text
+
+
+def _metrics(kind: type[msgspec.Struct], begins: str, labels: list[str]) -> Iterator[str]:
+    types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for name, row in rows(kind):
+        if isinstance(row, report.Sections):
+            inner, _ = _struct_in(types[name])
+            assert inner is not None
+            yield from _metrics(inner, row.begins, [*([] if row.apart else labels), *row.labels])
+            continue
+        shown = ",".join([*labels, row.label] if row.label else labels)
+        ends = "_total" if row.kind == "counter" else ""
+        called = f"transferd_{begins}{row.name or name}{ends}{f'{{{shown}}}' if shown else ''}"
+        yield f"| `{called}` | {row.kind} | {row.help} |"
 
 
 def comments_of(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """{field: the comment beside it}."""
+    """{field: the comment beside it}, also those that it inherits."""
     source = inspect.getsource(report)
-    (body,) = [n.body for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
     lines = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    fields = [node for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {node.target.id: lines[node.lineno] for node in fields if node.lineno in lines}  # type: ignore[union-attr]
+    names = {one.__name__ for one in kind.__mro__}
+    bodies = [node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in names]
+    fields = [one for body in bodies for one in body if isinstance(one, ast.AnnAssign)]
+    found = {}
+    for one in fields:
+        assert isinstance(one.target, ast.Name)
+        if line := next((n for n in range(one.lineno, (one.end_lineno or one.lineno) + 1) if n in lines), None):
+            found[one.target.id] = lines[line]
+    return found
 
 
 def _struct_in(kind: Any) -> tuple[type[msgspec.Struct] | None, str]:
     """The section that a field holds, and how many: "" for one. None for a field that is no section."""
-    if msgspec.UnsetType in typing.get_args(kind):
-        (kind,) = (one for one in typing.get_args(kind) if one is not msgspec.UnsetType)
+    kind = _bare(kind)
+    if len(given := [one for one in typing.get_args(kind) if one is not msgspec.UnsetType]) == 1:
+        kind = given[0] if msgspec.UnsetType in typing.get_args(kind) else kind
     options = typing.get_args(kind) or (kind,)
     inner = next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
     return inner, {dict: "map by name", list: "list"}.get(typing.get_origin(kind), "")
 
 
+def _bare(kind: Any) -> Any:
+    """A type without its annotations."""
+    return kind.__origin__ if hasattr(kind, "__metadata__") else kind
+
+
 def _called(kind: Any) -> str:
     """A type in the words of JSON."""
+    kind = _bare(kind)
     named = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "any"}
     if kind in named:
         return named[kind]
@@ -97,6 +150,8 @@ def _called(kind: Any) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
+    made = {PAGE: page(), METRICS: metrics_page(METRICS.read_text())}
     if parser.parse_args().check:
-        sys.exit(PAGE.read_text() != page())
-    PAGE.write_text(page())
+        sys.exit(any(file.read_text() != text for file, text in made.items()))
+    for file, text in made.items():
+        file.write_text(text)

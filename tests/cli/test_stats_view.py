@@ -34,9 +34,8 @@ def test_it_fits_a_screen_and_has_the_figures(report: dict[str, Any]) -> None:
     assert rows["read"][:4] == ["0", "0", "2", "0"]
     assert "ok 2  miss 1  rejected 1  queued 0, running 0" in text
     assert "attached to each rank: 1, 1" in text
-    storage = report["storage"]
-    assert storage["hits"]
-    assert f"({storage['hits']} of {storage['hits'] + storage['misses']})" in text
+    assert report["hits"]
+    assert f"({report['hits']} of {report['hits'] + report['misses']})" in text
 
 
 def test_a_task_counts_once_for_all_ranks_and_engines_are_added() -> None:
@@ -127,10 +126,10 @@ def test_ranks_that_no_engine_has_attached_are_a_trouble_once_tasks_are_rejected
         assert early.error is not None
         assert early.error.code == "not_attached"
         (said,) = of_engines(client)
-        assert said.startswith("no engine has attached ranks 0, 1 (for ")
+        assert said.startswith("no engine has attached ranks 0, 1")
 
         client.attach(1)
         (said,) = of_engines(client)
-        assert said.startswith("no engine has attached rank 0 (for ")
+        assert said.startswith("no engine has attached rank 0")
         client.attach(0)
         assert of_engines(client) == []

@@ -95,7 +95,6 @@ def test_the_nearest_server_that_is_closed_and_reachable_is_taken(server: dict[s
     ("tree", "key"),
     [
         ({"engines": {"devices": []}}, "engines.devices"),
-        ({"engines": {"storage_share": 0.5}, "storage": {"backend": "mooncake"}}, "engines.storage_share"),
         ({"storage": {"backend": "none", "admit": "second use"}}, "storage.admit"),
         ({"storage": {"backend": "attention_store", "admit": "second use"}}, "storage.admit"),
         ({"storage": {"file": {"path": []}}}, "storage.file.path: expected a directory"),
@@ -106,7 +105,6 @@ def test_the_nearest_server_that_is_closed_and_reachable_is_taken(server: dict[s
         ({"storage": {"file": {"path": ["/a", "/b"], "capacity": ["1GiB"] * 3}}}, "storage.file.capacity"),
         ({"storage": {"model": ""}}, "storage.model"),
         ({"storage": {"version_file": "/v", "generation": "g"}}, "storage.generation"),
-        ({"storage": {"backend": "memory", "scrub_rate": "1MiB"}}, "storage.scrub_rate"),
         ({"metrics": {"listen": "host"}}, "metrics.listen"),
         ({"traces": {"endpoint": "ftp://x"}}, "traces.endpoint"),
         ({"traces": {"endpoint": "http:///x"}}, "traces.endpoint"),
@@ -126,13 +124,12 @@ def test_other_combinations_name_their_key(tree: dict[str, Any], key: str) -> No
     ("storage", "problem"),
     [
         ({"levels": ["memory", "memory"]}, r"storage\.levels: names a level twice \('memory'\)"),
-        ({"levels": ["object", "file"]}, r"storage\.levels: the first level must know its own objects"),
         ({"levels": ["memory", "none"]}, r"storage\.levels: expected backends that store blocks by keys"),
         ({"levels": ["memory", "file"], "backend": "memory"}, r"storage\.backend: conflicts with storage\.levels"),
         ({"levels": ["memory", "file"], "level": {"pool": {}}}, r"storage\.level\.pool: is no level"),
         ({"levels": ["memory", "file"], "level": {"memory": {"write": "back"}}}, r"level\.memory\.write: the first"),
         ({"levels": ["memory", "file"], "level": {"memory": {"promote": 1}}}, r"level\.memory\.promote: there is no"),
-        ({"levels": ["memory", "object"]}, r"storage\.object\.url: expected"),
+        ({"levels": ["memory", "object"], "object": {"url": "/x"}}, r"storage\.object\.url: expected"),
     ],
 )
 def test_levels_that_make_no_sense_are_refused(storage: dict[str, object], problem: str) -> None:

@@ -92,7 +92,7 @@ def test_a_hold_is_a_concern_until_it_ends(tmp_path: Path, ends: str) -> None:
     with running({"cache": CACHE, "storage": {"backend": "memory"}}, tmp_path) as process, attached(process) as client:
         with SyncClient(process.endpoint) as holder:
             holder.pause()
-            assert named(client)["held"]["action"] == "`resume` ends it."
+            assert named(client)["held"]["action"].startswith("`transferd resume` ends it")
             if ends == "resume":
                 holder.resume()
         wait_until(lambda: named(client) == {}, within=60)

@@ -22,7 +22,7 @@ from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import stats_until, wait_until
 from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.client.launch import running, spawn
-from transferd.observability.concerns import REMEDIES
+from transferd.observability.concerns import CONCERNS
 
 pytestmark = pytest.mark.one_loop
 
@@ -43,6 +43,10 @@ ELSEWHERE = {  # which test produces it
     "storage_silent": "test_mooncake_faults.py",
     "level_silent": "test_levels.py",
     "level_refuses": "test_spoilt_bucket.py",
+    "level_drained": "tests/cli/test_golden_screens.py, by a report",
+    "copies_given_up": "tests/cli/test_golden_screens.py, by a report",
+    "tasks_refused": "tests/cli/test_golden_screens.py, by a report",
+    "reload_refused": "tests/daemon/test_acts.py",
     "link_spoils": "test_spoilt_bucket.py",
     "node_down": "tests/machine/rack/test_partition.py",
     "under_replicated": "tests/machine/rack/test_placement.py",
@@ -81,7 +85,7 @@ class Sick:
         wait_until(lambda: name in named(client), name, within=within)
         found = named(client)[name]
         assert self.metric(name) == 1.0
-        assert found["action"] == REMEDIES[name]
+        assert found["action"] == CONCERNS[name].remedy
         assert found["for_s"] >= 0
         return str(found["text"])
 
@@ -270,5 +274,5 @@ def test_log_dropped(tmp_path: Path) -> None:
 
 
 def test_each_concern_has_its_test() -> None:
-    assert set(REMEDIES) - set(HERE) - set(ELSEWHERE) == set()
+    assert set(CONCERNS) - set(HERE) - set(ELSEWHERE) == set()
     assert not set(HERE) & set(ELSEWHERE)

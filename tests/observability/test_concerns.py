@@ -12,7 +12,7 @@ import structlog.testing
 from transferd.config import from_tree
 from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
-from transferd.observability.concerns import REMEDIES, Trouble, Watch, concerns
+from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns
 from transferd.observability.report import ConcernReport, Report, read, tree
 from transferd.runtime.clock import Clock
 from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -61,7 +61,7 @@ def test_the_log_has_a_line_when_a_concern_begins_and_ends_and_every_ten_minutes
     assert [(line["event"], line["concern"]) for line in lines] == [("concern", "storage_silent")] * 3 + [
         ("concern over", "storage_silent")
     ]
-    assert lines[0]["action"] == REMEDIES["storage_silent"]
+    assert lines[0]["action"] == CONCERNS["storage_silent"].remedy
     with structlog.testing.capture_logs() as lines:
         watch.look([Trouble("no_memory", "ranks 0, 1 without memory")], 2000.0)
         watch.look([], 2005.0)
@@ -73,20 +73,20 @@ def test_the_most_urgent_comes_first_and_text_from_outside_is_one_line() -> None
     watch = Watch()
     watch.look([Trouble("refused", "x\x1b[2J\ny", 1), Trouble("rank_died", "rank 1 has died")], 0.0)
     lines = concerns(Report(concerns=watch.concerns(90.0)))
-    assert lines[0] == f"rank 1 has died (for 1 min 30 s): {REMEDIES['rank_died']}"
+    assert lines[0] == f"rank 1 has died (for 1 min 30 s): {CONCERNS['rank_died'].remedy}"
     assert all(line.isprintable() for line in lines)
 
 
 def test_a_daemon_before_concerns_is_not_called_well() -> None:
     old = tree(Report(ready=True, log_dropped=3))
     assert "concerns" not in old
-    assert concerns(read(old)) == [f"3 log lines were lost: {REMEDIES['log_dropped']}"]
+    assert concerns(read(old)) == [f"3 log lines were lost: {CONCERNS['log_dropped'].remedy}"]
 
 
 def test_every_concern_has_its_row_in_the_docs() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `([a-z_]+)` \| .+ \| (.+) \|$", text, re.MULTILINE))
-    assert {name: rows.get(name) for name in REMEDIES} == REMEDIES
+    assert {name: rows.get(name) for name in CONCERNS} == {name: one.remedy for name, one in CONCERNS.items()}
 
 
 class World:
@@ -125,8 +125,8 @@ async def test_storage_that_is_slow_for_the_last_minute_is_a_concern(tmp_path: P
         end(3.0)
     assert world.names() == ["storage_slow"]
     page = world.daemon.reports.metrics().decode()
-    assert 'transferd_concern{concern="storage_slow"} 1.0' in page
-    assert 'transferd_concern{concern="disk_full"} 0.0' in page
+    assert 'transferd_concern{concern="storage_slow",severity="warning"} 1.0' in page
+    assert 'transferd_concern{concern="disk_full",severity="warning"} 0.0' in page
     world.now += 61
     assert world.names() == []
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from transferd.observability.history import EVERY_S, KEPT_S, History
-from transferd.observability.report import EngineReport, KindReport, Report, StorageReport
+from transferd.observability.report import EngineReport, KindReport, Report
 
 
 def report(hits: int, misses: int, tasks_per_s: float = 0.0) -> Report:
     totals = KindReport(tasks_per_s=tasks_per_s)
     engines = {"a": EngineReport(totals=totals)}
-    return Report(storage=StorageReport(hits=hits, misses=misses), totals=totals, engines=engines)
+    return Report(hits=hits, misses=misses, totals=totals, engines=engines)
 
 
 def test_the_hit_rate_of_now_is_that_of_the_last_minute() -> None:

@@ -234,7 +234,7 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
     (held,) = report["held"]
     assert (report["paused"], held["what"], held["holder"]) == (True, "pause", "me")
     (trouble,) = [text for text in json.loads((await get(port, "/live"))[1])["concerns"] if "pause" in text]
-    assert "held by me (for " in trouble
+    assert ", held by me: " in trouble
     assert Reloader(daemon, Notifier(""), None).status().startswith("paused by me for ")
 
 
@@ -315,7 +315,7 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     late = ErrorInfo("expired", "too late")
     daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
     page = daemon.reports.metrics().decode()
-    found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",kind="swap_in"} (\d)', page)
+    found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",engine="default",kind="swap_in"} (\d)', page)
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
 
 

@@ -40,7 +40,7 @@ def test_each_disk_has_a_line_with_its_room_or_its_trouble(tmp_path: Path) -> No
         assert client.stats()["concerns"] == [], "each disk has room for its own capacity"
         with Browser(tmp_path / "profile") as browser:
             browser.open(f"http://127.0.0.1:{port}/")
-            browser.until(f"{ROWS}.length === 6")
+            browser.until(f"{ROWS}.length === 7")
             good = [cells[1] for cells in browser.ask(ROWS) if cells[0][0] == "disk"]
             for path, (text, kind) in zip(paths, good, strict=True):
                 assert text.startswith(f"{path}: "), text
@@ -52,7 +52,7 @@ def test_each_disk_has_a_line_with_its_room_or_its_trouble(tmp_path: Path) -> No
             client.submit(
                 WriteStorageTask(task_id="x", keys=[f"n{i}" for i in range(32)], gpu_block_ids=list(range(32)))
             )
-            browser.until(f"{ROWS}[5][1][1] === 'bad'")
-            text = browser.ask(ROWS)[5][1][0]
+            browser.until(f"{ROWS}[6][1][1] === 'bad'")
+            text = browser.ask(ROWS)[6][1][0]
             assert text.startswith(f"{paths[1]}: "), text
             assert "Read-only file system" in text, text

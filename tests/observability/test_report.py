@@ -115,15 +115,6 @@ def test_every_section_is_filled_completely() -> None:
     assert {"EngineReport", "ServerReport", "MemoryReport"} <= made
 
 
-async def test_a_part_that_counts_something_new_must_have_a_field_for_it(tmp_path: Path) -> None:
-    daemon = Daemon(from_tree({"server": {"endpoint": f"ipc://{tmp_path}/t.sock"}, "cache": CACHE}))
-    worker = daemon.default.workers[0]
-    counted = worker.statistics() | {"naps": 3}
-    worker.statistics = lambda: counted  # type: ignore[method-assign]
-    with pytest.raises(TypeError, match="naps"):
-        daemon.report()
-
-
 async def test_extra_figures_of_a_custom_backend_stay_in_its_section(daemon: Daemon) -> None:
     if daemon.storage is None or daemon.tokens is not None:
         pytest.skip("it has no backend of this kind")

@@ -17,7 +17,7 @@ import pytest
 from tests.storage.harness import file_config, skip_without_direct_io
 from tests.support.blobs import get, put
 from tests.support.page_cache import pages_in_memory
-from transferd.daemon.preflight import _examine_files
+from transferd.daemon.preflight import _examine_store
 from transferd.errors import ConfigError
 from transferd.storage import file_io
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found
@@ -206,8 +206,8 @@ async def test_a_file_system_without_it_is_refused_by_name(
         await storage.open()
     assert str(tmp_path) in str(refusal.value)
     with pytest.raises(ConfigError, match=r"storage\.file\.direct_io: .*has no direct I/O"):
-        _examine_files(file_config(tmp_path / "not yet", CAPACITY, direct_io=True), ())
-    _examine_files(file_config(tmp_path, CAPACITY), ())
+        _examine_store(str(tmp_path / "not yet"), file_config(tmp_path, CAPACITY, direct_io=True), ())
+    _examine_store(str(tmp_path), file_config(tmp_path, CAPACITY), ())
     await storage.close()
     assert not list((tmp_path / "objects").iterdir()), "nor is a file left"
 

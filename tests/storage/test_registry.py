@@ -7,16 +7,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.storage import harness, test_failures_contract
-from transferd.config import Config, from_tree, rules
+from transferd.config import Config, from_tree
 from transferd.errors import ConfigError
 from transferd.storage.base import Blob, Outcome, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
-from transferd.storage.registry import BACKENDS, NO_BACKEND, TOKEN_INDEXED, create_storage
+from transferd.storage.registry import BACKENDS, NO_BACKEND, TOKEN_INDEXED, create_storage, create_storages
 
 FAILS_ELSEWHERE = {"object"}  # in tests/storage/test_object_store.py, with a real server that fails
 ROOT = Path(__file__).parents[2]
@@ -79,15 +80,9 @@ def test_each_backend_is_under_the_contract_and_in_the_reference(name: str) -> N
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_rules_list_exactly_the_backends_with_a_keeper(name: str) -> None:
+def test_a_backend_lists_its_objects_exactly_if_it_has_a_keeper(name: str) -> None:
     backend: type[Storage] = getattr(harness, BACKENDS[name].partition(":")[2])
-    assert (name in rules._KNOW_OBJECTS) == (backend.keeper is not Storage.keeper)
-    new = {"backend": name, "object": {"url": "s3://blocks/here"}}
-    if name in rules._KNOW_OBJECTS:
-        from_tree({"engines": {"storage_share": 0.5}, "storage": new})
-    else:
-        with pytest.raises(ConfigError, match="storage_share: requires a backend that knows its own objects"):
-            from_tree({"engines": {"storage_share": 0.5}, "storage": new})
+    assert backend.lists == (backend.keeper is not Storage.keeper)
 
 
 class NullStorage(Storage):
@@ -143,3 +138,35 @@ def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
         "registry",
     )
     assert printed.strip() == str([f"transferd.storage.{name}" for name in modules])
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        (
+            {"engines": {"storage_share": 0.5}, "storage": {"backend": "mooncake"}},
+            "engines.storage_share: requires a backend that knows its own objects; mooncake cannot keep shares (0.5)",
+        ),
+        ({"storage": {"backend": "memory", "scrub_rate": "1MiB"}}, "storage.scrub_rate: requires a backend that can"),
+        ({"storage": {"levels": ["mooncake", "file"]}}, "storage.levels: the first level must know its own objects"),
+        ({"storage": {"levels": ["memory", "object"]}}, "storage.object.url: expected s3://"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        create_storages(from_tree({"cache": {}} | tree))
+    assert str(refusal.value).startswith(problem)
+
+
+def test_a_backend_of_another_package_is_asked_for_anything() -> None:
+    mine = "transferd.storage.memory:MemoryStorage"
+    tree = {"storage": {"backend": mine, "scrub_rate": "1MiB"}, "engines": {"storage_share": 0.5}}
+    assert isinstance(create_storages(from_tree(tree))[1], MemoryStorage)
+
+
+def test_each_backend_says_what_it_takes_of_this_machine() -> None:
+    tree = {"storage": {"file": {"path": ["/a", "/b"], "capacity": "1GiB"}, "memory": {"capacity": "3MiB"}}}
+    described = from_tree(tree | {"cache": {"ranks": 4}})
+    assert [one.paths for one in FileStorage.directories(described.storage)] == [["/a"], ["/b"]]
+    assert (MemoryStorage.directories(described.storage), FileStorage.memory_of(described)) == ([], 0)
+    assert MemoryStorage.memory_of(described) == 3 * 2**20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transferd.observability.metrics import REJECTS
+from transferd.observability.report import REJECTS
 from transferd.tasks import Status
 from transferd.wire.codes import CODES, STATUSES
 

@@ -32,7 +32,7 @@ from transferd.config import CacheSection
 from transferd.errors import StorageError
 from transferd.runtime.compat import wait_for
 from transferd.storage.base import Drainer, Item, Outcome
-from transferd.tasks import ReadStorageTask, Stop
+from transferd.tasks import Lane, ReadStorageTask, Stop
 from transferd.workers import cpu_blocks
 from transferd.workers import read as read_module
 from transferd.workers.cpu_blocks import NATIVE, BlockMemory, Loan, pieces_of
@@ -243,8 +243,8 @@ async def test_a_block_that_storage_has_at_once_takes_a_turn_of_the_loop_and_no_
     assert (list(outcome.moved), outcome.bytes, outcome.queue_s) == ([0], LAYOUT.block_bytes, 2.0)
     assert asyncio.all_tasks() == tasks
     assert rig.block(TARGET[0]) == rig.block(SOURCE[0])
-    lane = rig.worker.statistics()["lanes"]["read"]
-    assert (lane["running"], lane["done"], lane["bytes"]) == (0, 1, LAYOUT.block_bytes)
+    lane = rig.worker.lanes[Lane.READ]
+    assert (lane.running, lane.done, lane.bytes) == (0, 1, LAYOUT.block_bytes)
 
 
 @pytest.mark.usefixtures("answers")
@@ -304,7 +304,7 @@ async def test_any_error_of_storage_for_a_single_block_becomes_the_outcome(
     assert outcome.error is not None
     assert (outcome.error.code, list(outcome.moved)) == (code, [])
     assert "on fire" in outcome.error.message
-    assert rig.worker.statistics()["lanes"]["read"]["failed"] == 1
+    assert rig.worker.lanes[Lane.READ].failed == 1
 
 
 @pytest.mark.usefixtures("answers")

@@ -38,8 +38,8 @@ async def rig() -> Rig:
 
 
 def lane(rig: Rig, name: Lane) -> tuple[int, int, int]:
-    counted = rig.worker.statistics()["lanes"][str(name)]
-    return counted["running"], counted["done"], counted["failed"]
+    counted = rig.worker.lanes[name]
+    return counted.running, counted.done, counted.failed
 
 
 @pytest.mark.parametrize(

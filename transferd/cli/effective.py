@@ -12,6 +12,7 @@ from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
 from transferd.observability.units import size
+from transferd.storage.registry import BACKENDS, backends_of
 from transferd.storage.room import disk_of, misfit, reserved
 from transferd.wire.credentials import users_problem
 
@@ -49,10 +50,9 @@ def _budget(config: Config, sizes: Sizes) -> str:
 
 
 def _disk(config: Config) -> Iterator[str]:
-    if "file" not in config.storage.backends:
-        return
-    yield ""
-    for section in config.storage.file.disks:
+    sections = [section for kind in backends_of(config) for section in kind.directories(config.storage)]
+    yield from [""] * bool(sections)
+    for section in sections:
         try:
             disk = disk_of(Machine().existing(section.paths[0]))
         except OSError as error:
@@ -71,7 +71,7 @@ def _users(config: Config) -> Iterator[str]:
 
 
 def _on_reload(config: Config) -> Iterator[str]:
-    unused = {f"storage.{name}." for name in ("file", "memory") if name not in config.storage.backends}
+    unused = {f"storage.{name}." for name in BACKENDS if name not in config.storage.backends}
     keys = [key for key, _ in leaves(to_tree(config)) if takes_effect(key) and not key.startswith(tuple(unused))]
     yield ""
     yield f"Settings that a reload (SIGHUP) changes: {', '.join(keys)}. The others need a restart."

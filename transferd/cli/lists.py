@@ -1,8 +1,9 @@
-"""`transferd tasks` and `transferd clients`: what a daemon is working on, and who is connected."""
+"""`transferd tasks`, `clients` and `engines`: what a daemon is working on, and for whom; `pause` and `resume`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transferd.wire.protocol import Which
 
 EngineOption = Annotated[str, typer.Option("--engine", help="Only this engine's.")]
+HeldOption = Annotated[str, typer.Option("--engine", help="Whose tasks (default: those of the engine of [cache]).")]
 LimitOption = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of rows.")]
 
 
@@ -56,6 +58,50 @@ def clients(
 
     rows = daemon.ask(rows_of)
     _report(rows, "clients", daemon, "no clients")
+
+
+@asks()
+def engines(daemon: AskedDaemon) -> None:
+    """List the engines that a daemon serves: their tasks, their hits, and whether they are ready or paused."""
+    from transferd.observability.report import read
+
+    tree = daemon.ask(lambda client: client.stats())
+    if daemon.as_json:
+        print(json.dumps(tree["engines"]))
+        return
+    from transferd.cli.tasks_view import engines_table
+    from transferd.cli.terminal import stdout
+
+    found = read(tree).engines
+    stdout().print(engines_table(found) if found else "no engines")
+
+
+@asks()
+def pause(daemon: AskedDaemon, engine: HeldOption = "") -> None:
+    """Let none of an engine's tasks start, until Ctrl-C or `transferd resume`: new ones are admitted, and wait.
+
+    Run it as the engine's user, the daemon's user or root.
+    """
+    import asyncio
+
+    async def hold() -> None:
+        async with daemon.connected(engine=engine) as client:
+            await client.pause()
+            daemon.show({"paused": True, "engine": engine}, "paused: no task touches a block. Ctrl-C ends it.")
+            sys.stdout.flush()
+            await asyncio.Event().wait()
+
+    asyncio.run(hold())
+
+
+@asks()
+def resume(daemon: AskedDaemon, engine: HeldOption = "") -> None:
+    """End all pauses and drains of an engine, whoever holds them. `transferd stats` names the holders.
+
+    Run it as the engine's user, the daemon's user or root.
+    """
+    daemon.ask(lambda client: client.resume(), engine=engine)
+    daemon.show({"paused": False, "engine": engine}, "resumed")
 
 
 async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:

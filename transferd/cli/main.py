@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 # Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
 ONLY_ASK = {
     *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
-    *("pin", "purge", "warm", "level", "generation"),
+    *("pin", "purge", "warm", "level", "generation", "engines", "pause", "resume"),
 }
 
 
@@ -159,10 +159,13 @@ def verify(
     from transferd.cli.verify import together, verify_with_progress
 
     if path is None:
-        storage = configuration.load(config, overrides=set_ or ()).storage
-        if "file" not in storage.backends:
-            raise ConfigError("storage.backend", "verify supports only the file backend", storage.title)
-        paths = storage.file.paths
+        from transferd.storage.registry import backends_of
+
+        effective = configuration.load(config, overrides=set_ or ())
+        kinds = [kind for kind in backends_of(effective) if kind.scrubs]
+        paths = [section.paths[0] for kind in kinds for section in kind.directories(effective.storage)]
+        if not paths:
+            raise ConfigError("storage.backend", "verify supports only the file backend", effective.storage.title)
     else:
         paths = [str(path)]
     report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
@@ -361,8 +364,8 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
 
 # The verbs, in the groups and the order of the help.
 VERBS: dict[str, list[Any]] = {
-    "Set up and run": [serve, config_app, doctor, files, keygen, version],
-    "Look": [ping, stats, top, lists.tasks, lists.clients, explain],
+    "Set up and run": [serve, config_app, doctor, lists.pause, lists.resume, files, keygen, version],
+    "Look": [ping, stats, top, lists.tasks, lists.clients, lists.engines, explain],
     "Stored blocks": [purge, pin, warm, level, generation_app, pool_app, verify],
     "Try and measure": [demo, replay, bench_app],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import UNSET
@@ -13,17 +14,19 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.figures import shown
-from transferd.observability.report import EngineReport, RankReport, Report, StorageReport
+from transferd.observability.report import ActReport, EngineReport, RankReport, Report, StorageReport
 from transferd.observability.units import bar, count, share, size, span
 
 MOST_CONCERNS = 6
+MOST_ACTS = 2
+SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
 WIDE, NARROW = 72, 50  # columns of a terminal that has room for all, and for half of it
 
 
 def view(report: Report, width: int = 80) -> RenderableType:
     """The report of stats() as something rich can print, in about 25 lines of 80 columns. width: of the terminal."""
     shown = _identity(report), _engine(report), _tasks(report), lanes(report, width=width)
-    return Group(*shown, _tiers(report, width), _outlook(report))
+    return Group(*shown, _tiers(report, width), Text(), *outlook(report))
 
 
 def engine_view(report: Report, name: str, width: int = 80) -> RenderableType:
@@ -79,8 +82,9 @@ def lanes(report: Report, engine: str = "", width: int = 80) -> Table:
 
 def identity(report: Report, *, lost: bool = False) -> Text:
     """One line: the daemon's identity, its uptime and state. lost: the daemon no longer answers."""
-    serving = report.ready and not report.draining and not report.paused
-    state = "ready" if serving else "draining" if report.draining else "paused" if report.paused else "not ready"
+    paused = report.paused or any(engine.paused for engine in report.engines.values())
+    serving = report.ready and not report.draining and not paused
+    state = "ready" if serving else "draining" if report.draining else "paused" if paused else "not ready"
     if lost:
         serving, state = False, "no answer"
     line = Text.assemble(
@@ -122,7 +126,7 @@ def _others(report: Report) -> str:
     lines = [
         f"engine   {one_line(name)}: {one_line(one.model)}, {one.ranks} ranks, {one.clients} clients, "
         + f"{count(one.totals.tasks_per_s)} tasks/s, {one.totals.queued} queued, {one.totals.running} running, "
-        + ("ready" if one.ready else f"not ready: {one_line(one.why)}")
+        + ("paused" if one.paused else "ready" if one.ready else f"not ready: {one_line(one.why)}")
         for name, one in report.engines.items()
         if one.registered
     ]
@@ -139,8 +143,39 @@ def _tasks(report: Report) -> Text:
     return line
 
 
+def stored(storage: StorageReport, *, width: int = 80) -> Iterator[tuple[str, str, Text]]:
+    """A row for each level of the store, and for each of its disks if there are several, or one is in trouble.
+
+    Yields (heading, bar, text).
+    """
+    several = len(storage.levels) > 1
+    for number, level in enumerate(storage.levels):
+        objects = "" if level.objects is None else f"{count(level.objects)} objects, "
+        text = f"{objects}{_filled(level.bytes or 0, level.capacity or 0)}"
+        if level.bytes is None:
+            text = "what it holds, its server knows"
+        out = "out of use" if not level.available and several else ""
+        state = level.state if level.state != "used" else out
+        notes = [f"{size(level.pending_bytes)} wait to be copied there"] * bool(level.pending_bytes)
+        notes += [f"{count(level.lost)} not copied there"] * bool(level.lost)
+        bar_of = bar(level.bytes or 0, level.capacity) if level.capacity and width >= WIDE else ""
+        line = Text(one_line(f"{level.name}: "))
+        line.append(f"{state.upper()}, " if state else "", style="red")
+        yield "" if number else "storage", bar_of, line.append("; ".join([text, *notes]))
+        for disk in level.disks:
+            wrong = disk.failed or disk.problem or ("mounted read-only" if disk.read_only else "")
+            if wrong:
+                yield "", "", Text(one_line(f"{disk.path}: OUT OF USE: {wrong}"), style="red")
+            elif len(level.disks) > 1:
+                yield "", "", Text(one_line(f"{disk.path}: {_filled(disk.bytes, disk.capacity)}"))
+
+
+def _filled(nbytes: int, capacity: int) -> str:
+    return f"{size(nbytes)} of {size(capacity)}, {share(nbytes, capacity)}" if capacity else size(nbytes)
+
+
 def _kept(storage: StorageReport) -> list[str]:
-    """What is pinned, kept for engines, not admitted, and on several disks: a line each, if there is any."""
+    """What is pinned, kept for engines and not admitted: a line each, if there is any."""
     lines = []
     if storage.pinned:
         lines.append(f"{count(storage.pinned)} objects pinned, {size(storage.pinned_bytes or 0)}")
@@ -148,9 +183,6 @@ def _kept(storage: StorageReport) -> list[str]:
         lines.append(f"{count(storage.not_admitted)} objects not admitted: no second task had asked for them")
     holdings = [] if storage.holdings is UNSET else [row for row in storage.holdings if row.share]
     lines += [f"engine {one_line(row.engine)}: {size(row.bytes)}, {size(row.share)} kept for it" for row in holdings]
-    for disk in [] if storage.disks is UNSET else storage.disks:
-        state = f"OUT OF USE: {disk.failed}" if disk.failed else f"{size(disk.bytes)} of {size(disk.capacity)}"
-        lines.append(one_line(f"{disk.path}: {state}"))
     return lines
 
 
@@ -162,28 +194,37 @@ def _tiers(report: Report, width: int) -> RenderableType:
         blocks, creator = report.layout.device_blocks or 0, report.cache.creator
         in_all = f"\n{blocks} blocks a rank, {size(blocks * ranks * block)}, created by the {creator}"
         table.add_row("\ndevice", "", in_all)
-    pinned = "pinned" if host.pinned else "not pinned"
-    in_host = f"{host.blocks} blocks a rank, {size(host.bytes)} in all, {pinned}" if host.blocks else "none"
-    table.add_row("host", "", in_host)
+    of_own = f"{host.blocks} blocks a rank, " if host.blocks else ""
+    in_host = f"{of_own}{size(host.bytes)} in all, {'pinned' if host.pinned else 'not pinned'}"
+    table.add_row("host", "", in_host if host.bytes else "none")
     table.add_row(
         "staging",
         bar(staging.used, staging.capacity) if width >= WIDE else "",
         f"{size(staging.used)} of {size(staging.capacity)}, peak {size(staging.peak)}",
     )
-    backend, stored, capacity = one_line(storage.backend), storage.bytes or 0, storage.capacity or 0
-    of = f" of {size(capacity)}, {share(stored, capacity)}" if capacity else ""
-    objects = "" if storage.objects is None else f"{count(storage.objects)} objects, "
-    filled = bar(stored, capacity) if capacity and width >= WIDE else ""
-    table.add_row("storage", filled, Text(f"{backend}: {objects}{size(stored)}{of}"))
-    table.add_row("", "", hits(storage))
+    for row in stored(storage, width=width):
+        table.add_row(*row)
+    if not storage.levels:
+        table.add_row("storage", "", "none")
+    table.add_row("", "", hits(report))
     for line in _kept(storage):
         table.add_row("", "", Text(line))
+    for number, act in enumerate(report.acts[:MOST_ACTS]):
+        table.add_row("" if number else "acts", "", Text(one_line(said(act))))
     return table
 
 
-def hits(storage: StorageReport) -> Text:
+def said(act: ActReport) -> str:
+    """What was done, and by whom."""
+    who = "" if act.uid is None else f"uid {act.uid}, pid {act.pid}, "
+    by = f", by {who}client {act.client[:12]}" if act.client else ""
+    whose = f" of engine {act.engine}" if act.engine else ""
+    return f"{act.what}{f' ({act.wanted})' if act.wanted else ''}{whose} {span(act.ago_s)} ago{by}"
+
+
+def hits(report: Report) -> Text:
     """How often storage had the requested blocks, and its other counts."""
-    found, missed = storage.hits, storage.misses
+    storage, found, missed = report.storage, report.hits, report.misses
     now = "-" if storage.hit_share_1min is None else f"{100 * storage.hit_share_1min:.0f} %"
     line = f"hits {now} in 1 min, {share(found, found + missed)} in all ({count(found)} of {count(found + missed)})"
     line += "\n" if storage.evictions is UNSET else f"\nevictions {count(storage.evictions)}, "
@@ -191,13 +232,20 @@ def hits(storage: StorageReport) -> Text:
     return Text(line + (f", breaker {one_line(storage.breaker)}" if storage.breaker is not UNSET else ""))
 
 
-def _outlook(report: Report) -> Text:
+def outlook(report: Report, most: int = MOST_CONCERNS) -> list[Text]:
+    """A line for each of the most urgent concerns, or that all is well."""
     found = concerns(report)
     if not found:
-        return Text("\nall is well", style="green")
-    text = Text("\n")
-    for problem in found[:MOST_CONCERNS]:
-        text.append(f"! {problem}\n", style="yellow")
-    text.append(f"  and {len(found) - MOST_CONCERNS} more" if len(found) > MOST_CONCERNS else "")
-    text.rstrip()
-    return text
+        return [Text("all is well", style="green")]
+    lasting = report.concerns or []
+    kinds = [one.severity for one in lasting] if len(lasting) == len(found) else ["warning"] * len(found)
+    lines = [Text(f"! {text}", style=SEVERITIES.get(kind, "yellow")) for text, kind in zip(found, kinds, strict=True)]
+    more = len(lines) - most
+    return [
+        *lines[:most],
+        *(
+            [Text(f"  and {more} more: `transferd stats`" if most < MOST_CONCERNS else f"  and {more} more")]
+            if more > 0
+            else []
+        ),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +11,8 @@ from rich.text import Text
 from transferd.cli.terminal import ENDLESS
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
-from transferd.observability.units import count, span
+from transferd.observability.report import EngineReport
+from transferd.observability.units import count, share, span
 
 WIDE, MIDDLE = 72, 56  # columns of a terminal that has room for all, and for all but the least
 STYLES = {"ok": "green", "miss": "green", "running": "bold", "failed": "red", "expired": "red", "rejected": "red"}
@@ -76,6 +78,18 @@ def clients_table(rows: list[dict[str, Any]], width: int = WIDE) -> Table:
             f"{row['tasks']} tasks",
         )
         table.add_row(*(cells[n] for n in shown))
+    return table
+
+
+def engines_table(engines: Mapping[str, EngineReport]) -> Table:
+    """One row per engine."""
+    table = _table(WIDE)
+    for name in ("engine", "state", "tasks/s", "queued", "running", "p99", "hits"):
+        table.add_column(name, overflow="fold")
+    for name, one in engines.items():
+        state = "paused" if one.paused else "ready" if one.ready else f"not ready: {one.why}"
+        counts = count(one.totals.tasks_per_s), str(one.queued), str(one.running), span(one.totals.p99_s)
+        table.add_row(Text(one_line(name)), Text(one_line(state)), *counts, share(one.hits, one.hits + one.misses))
     return table
 
 

@@ -63,9 +63,9 @@ def fold(tree: dict[str, Any], env: Mapping[str, str]) -> None:
         if isinstance(tokens, dict):
             used.append(tokens.get("data"))
             _fill(tree, "storage.attention_store", _attention_store(env, storage, tokens))
-    if "mooncake" in used:
-        path = env.get("MOONCAKE_CONFIG_PATH", "")
-        _fill(tree, "storage.mooncake", _mooncake_file(path) if path else _mooncake_variables(env))
+    for name, read in _VARIABLES.items():
+        if name in used:
+            _fill(tree, f"storage.{name}", read(env))
 
 
 def _fill(tree: dict[str, Any], section: str, values: Mapping[str, Any]) -> None:
@@ -199,3 +199,11 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _mooncake(env: Mapping[str, str]) -> dict[str, Any]:
+    path = env.get("MOONCAKE_CONFIG_PATH", "")
+    return _mooncake_file(path) if path else _mooncake_variables(env)
+
+
+_VARIABLES: dict[str, Callable[[Mapping[str, str]], dict[str, Any]]] = {"mooncake": _mooncake}  # by section

@@ -23,9 +23,6 @@ from transferd.runtime.address import LONGEST_SOCKET_PATH
 # Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
 LEAST_CLIENT_TIMEOUT_S = 2.5
 MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
-# What backends of this package can do. One of another package may be able to; a new one is not, until it is here.
-_LIST_OBJECTS = ("file",)  # a scrub finds them
-_KNOW_OBJECTS = ("file", "memory")  # all that are stored, without asking anybody
 _PORT = re.compile(r".+:(\d{1,5})")
 _UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}")
 
@@ -50,18 +47,12 @@ def check(config: Config) -> None:
         )
     _check_levels(config.storage)
     backends = config.storage.backends
-    if config.storage.scrub_rate and not any(_can(backend, _LIST_OBJECTS) for backend in backends):
-        what = f"requires a backend that can list its objects; {config.storage.title} cannot"
-        raise ConfigError("storage.scrub_rate", what, str(config.storage.scrub_rate))
     _check_disks(config.storage.file)
     if config.storage.admit != "all" and backends[0] in ("attention_store", "none"):
         what = f"requires storage by keys; {config.storage.title} cannot choose what it stores"
         raise ConfigError("storage.admit", what, config.storage.admit)
-    if config.engines.storage_share and not _can(backends[0], _KNOW_OBJECTS):
-        what = f"requires a backend that knows its own objects; {config.storage.title} cannot keep shares"
-        raise ConfigError("engines.storage_share", what, config.engines.storage_share)
-    if "object" in backends:
-        _check_object(config.storage.object)
+    if config.storage.object != ObjectStorageSection():
+        check_object(config.storage.object)
     listen = config.metrics.listen
     if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)
@@ -73,10 +64,6 @@ def check(config: Config) -> None:
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
 
 
-def _can(backend: str, those: tuple[str, ...]) -> bool:
-    return backend in those or ":" in backend
-
-
 def _check_levels(storage: StorageSection) -> None:
     levels = storage.levels
     if levels and storage.backend != StorageSection().backend:
@@ -86,10 +73,6 @@ def _check_levels(storage: StorageSection) -> None:
     for name in levels:
         if name in ("attention_store", "none"):
             raise ConfigError("storage.levels", "expected backends that store blocks by keys", name)
-    if len(levels) > 1 and not _can(levels[0], _KNOW_OBJECTS):
-        what = "the first level must know its own objects, so that it can keep what is not copied below: "
-        what += " or ".join(reversed(_KNOW_OBJECTS))
-        raise ConfigError("storage.levels", what, levels[0])
     for name, section in storage.level.items():
         key = f"storage.level.{name}"
         if name not in levels:
@@ -100,7 +83,8 @@ def _check_levels(storage: StorageSection) -> None:
             raise ConfigError(f"{key}.promote", "there is no level above the first one", section.promote)
 
 
-def _check_object(section: ObjectStorageSection) -> None:
+def check_object(section: ObjectStorageSection) -> None:
+    """Check the rules within [storage.object]. Raises ConfigError."""
     if not re.match(r"(s3|gs|az)://[^/?#@]+(/[^?#]*)?$", section.url):
         what = "expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, without credentials"
         raise ConfigError("storage.object.url", what, _without_secrets(section.url))

@@ -90,10 +90,10 @@ class Daemon:
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
         self.traces = _build_traces(config, self.boot_id, clock)
-        metrics = TaskMetrics()
+        metrics = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE]))
         windows = Windows(clock)
-        observers = [metrics.ended, windows.ended]
-        self.tasks = TaskLog(clock, observers if self.traces is None else [*observers, self.traces.ended])
+        observers = [metrics.ended, windows.ended, *([] if self.traces is None else [self.traces.ended])]
+        self.tasks = TaskLog(clock, observers, [metrics.left])
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,

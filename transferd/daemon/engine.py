@@ -36,7 +36,7 @@ from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
-from transferd.observability.report import LaneReport, RankReport
+from transferd.observability.report import RankReport
 from transferd.observability.task_log import Ran, TaskLog
 from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
@@ -126,8 +126,7 @@ class HostedEngine:
         """Build, and allocate host memory. May run in a thread.
 
         config: the daemon's, with this engine's cache and storage.
-        epochs: never yields the same number twice.
-        registration: None for the engine of [cache]. Raises ConfigError, TierError.
+        epochs: never yields a number twice. registration: None for [cache]. Raises ConfigError, TierError.
         """
         self.name = name
         self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
@@ -180,6 +179,7 @@ class HostedEngine:
             tokens=self.tokens,
             owner=self.owner,
             pieces=self._shared.pieces,
+            looked_up=functools.partial(self._shared.tasks.looked_up, self.name),
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -346,16 +346,8 @@ class HostedEngine:
 
     def ranks(self) -> list[RankReport]:
         """Its ranks as a report has them."""
-        queues = self.dispatcher.statistics().lanes
-        ranks = []
-        for worker in self.workers:
-            rank = worker.statistics()
-            lanes = {
-                name: LaneReport(queued=queues[name]["queued"], **lane)  # all ranks share the dispatcher's queue
-                for name, lane in rank.pop("lanes").items()
-            }
-            ranks.append(RankReport(engine=self.name, lanes=lanes, **rank))
-        return ranks
+        queued = {name: lane["queued"] for name, lane in self.dispatcher.statistics().lanes.items()}
+        return [worker.statistics(queued, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

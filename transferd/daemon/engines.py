@@ -34,6 +34,7 @@ import structlog
 from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size, names
 from transferd.config.rules import check_cache
 from transferd.control.engine_bounds import HostBudget, Total
+from transferd.daemon.acts import Acts
 from transferd.daemon.belonging import digest, may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
@@ -100,6 +101,7 @@ class Engines:
     holdings: the objects of engines in storage.
     prefetches: the prefetches of all engines.
     admission: chooses which blocks are stored.
+    acts: what operators and engines have ordered.
     closed: the daemon stops, and no engine may register any more.
     """
 
@@ -134,6 +136,7 @@ class Engines:
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
+        self.acts = Acts(shared.clock.monotonic)
         self.opened = asyncio.Event()  # set once storage is open and engines may register
         self.departed = Departed()
         if default is not None:
@@ -531,6 +534,7 @@ class Engines:
             del self._leaving[engine]
             self.holdings.left(engine)
             self.departed.take(engine)
+            self._shared.tasks.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:

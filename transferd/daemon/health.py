@@ -40,7 +40,7 @@ class HealthCheck:
     def report(self) -> Report:
         """The daemon's report as it is now, with what is wrong."""
         now = self._looked_at = self._now()
-        report = report_of(self._parts, self._tasks.errors)
+        report = report_of(self._parts, self._tasks)
         report.storage.hit_share_1min = self._history.hit_share(report, now)
         self._history.add(report, now)
         self._watch.look(find(report, self._measured()), now)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
-import structlog
 
 from transferd.config import Config
 from transferd.daemon.belonging import is_operator
@@ -29,8 +28,6 @@ from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire import protocol as wire
 from transferd.wire.answers import BlockPlaces, Purged
-
-log = structlog.get_logger(__name__)
 
 
 class Holdings:
@@ -170,15 +167,6 @@ class Holdings:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
             total += await keeper.purge(selection, dry_run=asked.dry_run, by=by)
         found = msgspec.structs.asdict(total)
-        if not asked.dry_run:
-            keys = None if asked.keys is None else len(asked.keys)
-            wanted = {
-                "model": asked.model,
-                "generation": asked.generation,
-                "older_than": asked.older_than,
-                "keys": keys,
-            }
-            log.info("purged", by=msgspec.structs.asdict(by), wanted=wanted, **found)
         if not asked.detail:
             return {"objects": total.objects, "bytes": total.bytes}
         return found | {"complete": total.complete}

@@ -35,6 +35,7 @@ class Lookup:
     tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     pieces: the turns of all engines' long look-ups.
+    looked_up: called with the blocks of each look-up, and how many of them could be loaded.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Lookup:
         index: Callable[[], TokenIndex | None],
         owner: Hashable = None,
         pieces: OneATurn | None = None,
+        looked_up: Callable[[int, int], None] = lambda blocks, found: None,  # noqa: ARG005 - nobody counts
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -60,16 +62,25 @@ class Lookup:
         self._owner = owner
         self._block_size = dispatcher.limits.token_block
         self._pieces = pieces or OneATurn()
+        self._looked_up = looked_up
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
-        return leading(await self.exists(keys))
+        found = leading(await self._exists(keys, use=True))
+        self._looked_up(len(keys), found)
+        return found
 
     async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
         """For each key, whether every rank could load its block now. use: whether that counts as a use of the blocks.
 
         Raises like `match`.
         """
+        found = await self._exists(keys, use=use)
+        if use:
+            self._looked_up(len(keys), sum(found))
+        return found
+
+    async def _exists(self, keys: Sequence[str], *, use: bool) -> list[bool]:
         if self._cache.missing:
             return [False] * len(keys)
         found: list[bool] = []
@@ -132,7 +143,9 @@ class Lookup:
             raise RequestError(what, code="bad_value")
         if self._cache.missing:
             return 0
-        return await self._tokens.match(path, start, self._dispatcher.generation, salt)
+        found = await self._tokens.match(path, start, self._dispatcher.generation, salt)
+        self._looked_up(blocks - start, found)
+        return found
 
     def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
         """How many leading blocks of a path each node has in each medium. Raises RequestError."""

@@ -32,7 +32,7 @@ from transferd.runtime.descriptors import hard_limit
 from transferd.runtime.limits import memory_total
 from transferd.storage.base import Storage
 from transferd.storage.file_io import NO_DIRECT_IO, direct_io_problem
-from transferd.storage.registry import create_storages
+from transferd.storage.registry import backends_of, create_storages
 from transferd.storage.tokens import TokenStorage
 from transferd.tiers.registry import check_device
 from transferd.tiers.staging import slots_in
@@ -100,12 +100,9 @@ def build(config: Config, clock: Clock = SYSTEM_CLOCK, storage: Storage | None =
     tokens, keyed = create_storages(config, clock, storage)
     if engine is not None:
         engine = dataclasses.replace(engine, tokens=tokens)
-    backends = [*config.storage.backends, *([config.storage.attention_store.data] if tokens is not None else [])]
-    pooled = "mooncake" in backends and storage is None
-    mooncake = config.storage.mooncake
-    segments = config.cache.ranks if mooncake.segment_per_rank and config.cache is not None else 1
-    pool = segments * mooncake.global_segment_size + mooncake.local_buffer_size if pooled else 0
-    level = config.storage.memory.capacity if len(backends) > 1 and "memory" in config.storage.levels else 0
+    kinds = backends_of(config)
+    pool = sum(kind.memory_of(config) for kind in kinds if kind.shared) if storage is None else 0
+    level = sum(kind.memory_of(config) for kind in kinds if not kind.shared) if len(kinds) > 1 else 0
     sizes = dataclasses.replace(Sizes() if engine is None else engine.sizes, pool=pool, level=level)
     return Plan(tokens, keyed, engine, sizes)
 
@@ -165,16 +162,16 @@ def examine(config: Config, plan: Plan) -> None:
     _examine_packages(config, plan)
     _examine_addresses(config)
     _examine_descriptors(config)
-    if "file" in config.storage.backends:
-        _examine_files(config.storage.file, _listens(config))
+    for kind in backends_of(config):
+        for section in kind.directories(config.storage):
+            _examine_store(section.paths[0], section, _listens(config))
     _examine_memory(config, plan.sizes)
 
 
 def _examine_packages(config: Config, plan: Plan) -> None:
     """Check that needed packages are installed: a start would first wait for the pool's master."""
-    needed = []
-    if plan.sizes.pool:
-        needed.append(("storage.backend", "mooncake", config.storage.title))
+    kinds = backends_of(config)
+    needed = [("storage.backend", package, config.storage.title) for kind in kinds for package in kind.packages]
     if config.pd.mode == "direct":
         needed.append(("pd.mode", "mooncake", config.pd.mode))
     if plan.tokens is not None and config.storage.attention_store.driver == "sdk":
@@ -283,11 +280,6 @@ def _examine_directory(key: str, path: str, value: str, *, make: int | None = No
         what = f"this user may not write in {there}; give the daemon's user the directory, and run this as that user"
         raise ConfigError(key, what, value)
     return there
-
-
-def _examine_files(section: FileStorageSection, listens: Sequence[tuple[str, str]] = ()) -> None:
-    for path in section.paths:
-        _examine_store(path, section, listens)
 
 
 def _examine_store(path: str, section: FileStorageSection, listens: Sequence[tuple[str, str]]) -> None:

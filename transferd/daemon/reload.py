@@ -30,23 +30,23 @@ class Reloader:
         self._notifier = notifier
         self._read = read
         self._running = dict(leaves(to_tree(daemon.config)))  # the settings in effect
-        self._refused = ""
         self._needs_restart: list[str] = []
         self.serving = False  # whether READY=1 was sent: only then may we notify the supervisor of reloads
 
     def __call__(self) -> None:
         if self._read is None:
             return
+        acts = self._daemon.engines.acts
         if self.serving:
             self._notifier.reloading()
         try:
             config = self._read()
             added, revoked = self._daemon.transport.read_keys()
         except ConfigError as error:
-            self._refused = str(error)
-            log.error("reload refused", problem=self._refused)
+            acts.reload_refused = str(error)
+            log.error("reload refused", problem=acts.reload_refused)
         else:
-            self._refused = ""
+            acts.reload_refused = ""
             self._apply(config, added, revoked)
         if self.serving:
             self._notifier.notify("READY=1", f"STATUS={self.status()}")
@@ -64,6 +64,7 @@ class Reloader:
         before = {key: self._running.get(key) for key in changed}
         self._running |= {key: new.get(key) for key in changed}
         now = {key: [before[key], new.get(key)] for key in changed}
+        self._daemon.engines.acts.noted("reload", ", ".join(changed))
         log.info("reloaded", changed=now, needs_restart=self._needs_restart, **keys)
         if self._needs_restart:
             log.warning("some changed settings need a restart", keys=self._needs_restart)
@@ -71,8 +72,8 @@ class Reloader:
     def status(self) -> str:
         """The line for `systemctl status`."""
         line = _state(self._daemon)
-        if self._refused:
-            return f"reload refused: {self._refused}; {line}"
+        if refused := self._daemon.engines.acts.reload_refused:
+            return f"reload refused: {refused}; {line}"
         return f"{line}; needs a restart: {', '.join(self._needs_restart)}" if self._needs_restart else line
 
 

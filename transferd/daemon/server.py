@@ -155,6 +155,7 @@ class Server:
             self._engines.hold(client)
         try:
             if not isinstance(body, Task):
+                self._engines.acts.asked(peer, seq, client, body)
                 self._handle(peer, client, seq, body)
             elif client.engine.coordinator.submit(peer, seq, body, again=client.behind) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
@@ -294,6 +295,7 @@ class Server:
     # --- answering ----------------------------------------------------------------------------------
 
     def _value(self, peer: bytes, seq: int, value: Any) -> None:
+        self._engines.acts.answered(peer, seq, value)
         try:
             self._send(peer, seq, wire.Value(value))
         except (TypeError, ValueError, OverflowError) as error:
@@ -307,6 +309,7 @@ class Server:
 
         kind: the type of the request, if its refusal may be logged.
         """
+        self._engines.acts.answered(peer, seq, refused=True)
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
             who = {"engine": self._clients.engine_of(peer), "client": peer.decode()}
             where = self._clients.where(peer)
@@ -396,6 +399,7 @@ class Server:
         if client is None:
             return
         self._liveness.left(peer)
+        self._engines.acts.left(peer)
         for task in client.waiting:
             task.cancel()
         self._engines.leave(peer, client, how)

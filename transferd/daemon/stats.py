@@ -8,13 +8,12 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from transferd.config import Config
 from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator
 from transferd.control.dispatcher import DispatchStatistics
-from transferd.control.gate import Hold
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -23,7 +22,7 @@ from transferd.observability import logs
 from transferd.observability import report as rows
 from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
 from transferd.observability.report import Report
-from transferd.observability.task_log import Windows
+from transferd.observability.task_log import TaskLog, Windows
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
@@ -36,6 +35,7 @@ from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
 SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
+S = TypeVar("S", bound=rows.StoreFigures)
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 
@@ -60,8 +60,8 @@ class Parts:
     traces: Traces | None = None
 
 
-def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
-    """The report as it is now, without concerns; costs about a millisecond at 8 ranks. errors: see Report.errors."""
+def report_of(parts: Parts, log: TaskLog) -> Report:
+    """The report as it is now, without concerns; costs about a millisecond at 8 ranks."""
     engines, own = parts.engines.all, parts.engines.own
     each = {engine: engine.dispatcher.statistics() for engine in engines}
     all_tasks = list(each.values())
@@ -79,9 +79,11 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
         tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
-        errors=dict(errors),
+        errors=dict(log.errors),
+        hits=log.found.total(),
+        misses=log.missing.total(),
         **{name: sum(getattr(one, name) for one in all_tasks) for name in SUMS},
-        held=_held(parts.clock.monotonic(), [hold for one in all_tasks for hold in one.held]),
+        held=_held(parts.clock.monotonic(), each),
         rejects=_counted(
             all_tasks,
             "rejects",
@@ -100,8 +102,10 @@ def report_of(parts: Parts, errors: Mapping[str, int]) -> Report:
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        engines={e.name: _engine(e, each[e], parts.windows, kinds[e]) for e in parts.engines},
+        engines={e.name: _engine(e, each[e], parts.windows, kinds[e], log) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
+        acts=parts.engines.acts.report(),
+        reload_refused=parts.engines.acts.reload_refused,
         log_dropped=lines["log_dropped"],
         log_left_out=lines["log_left_out"],
         **_of_own_engine(parts, own, each),
@@ -143,7 +147,9 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
     return with_rates(added(kinds.values()), windows.recent(engine))
 
 
-def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds) -> rows.EngineReport:
+def _engine(
+    engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds, log: TaskLog
+) -> rows.EngineReport:
     cache = engine.cache.statistics()
     unattached, unattached_s = engine.unattached()
     return rows.EngineReport(
@@ -171,6 +177,8 @@ def _engine(engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows
         paused=dispatch.paused,
         draining=dispatch.draining,
         rejects=dispatch.rejects,
+        hits=log.found[engine.name],
+        misses=log.missing[engine.name],
         bytes=sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
         block_bytes=engine.layout.block_bytes,
         device_blocks=engine.layout.device_blocks,
@@ -186,9 +194,9 @@ def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
     return rows.FingerprintReport(digest=layout.fingerprint, layout=layout.identity[:MOST_LAYOUT], facts=dict(facts))
 
 
-def _held(now: float, holds: list[Hold]) -> list[rows.HoldReport]:
-    holds.sort(key=lambda hold: hold.since)
-    return [rows.HoldReport(what=hold.what, holder=hold.holder, for_s=now - hold.since) for hold in holds]
+def _held(now: float, each: Mapping[HostedEngine, DispatchStatistics]) -> list[rows.HoldReport]:
+    held = sorted(((hold, engine.name) for engine, one in each.items() for hold in one.held), key=lambda x: x[0].since)
+    return [rows.HoldReport(hold.what, hold.holder, name, now - hold.since) for hold, name in held]
 
 
 def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:
@@ -232,26 +240,16 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
 def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
-    in_memory = _bytes_in_memory(parts)
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
         staging=sum(context.staging.statistics()["capacity"] for context in contexts),
         peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
-        stored_objects=in_memory,
+        stored_objects=0 if parts.storage is None else parts.storage.memory_bytes,
         carried=getattr(parts.storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
-
-
-def _bytes_in_memory(parts: Parts) -> int:
-    """The objects that are stored in this process's own memory."""
-    if parts.storage is None or "memory" not in parts.config.storage.backends:
-        return 0
-    found = parts.storage.statistics()
-    rows = [row for row in found.get("levels", ()) if row["name"] == "memory"]
-    return int((rows[0] if rows else found).get("bytes") or 0)
 
 
 def _unusable(parts: Parts) -> str:
@@ -265,18 +263,25 @@ def _storage(parts: Parts) -> rows.StorageReport:
     if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
         found["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
-    if "scrub" in found:
-        found["scrub"] = rows.ScrubReport(**found["scrub"])
     if parts.engines.admission is not None:
         found |= parts.engines.admission.statistics()
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
-    if "levels" in found:
-        found["levels"] = [rows.LevelReport(**level) for level in found["levels"]]
-    if "disks" in found:
-        found["disks"] = [rows.DiskReport(**disk) for disk in found["disks"]]
-    known = {name: found.pop(name) for name in rows.StorageReport.__struct_fields__ if name in found}
-    return rows.StorageReport(**{"backend": parts.config.storage.title} | known, other=found)
+    levels = [_section(rows.LevelReport, level) for level in found.pop("levels", ())]
+    report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
+    report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
+    rows.as_levels(report)
+    return report
+
+
+def _section(kind: type[S], found: Mapping[str, Any]) -> S:
+    """One store's or level's section, from what its storage reports. It may report more."""
+    known = {name: found[name] for name in kind.__struct_fields__ if name in found}
+    if "scrub" in known:
+        known["scrub"] = rows.ScrubReport(**known["scrub"])
+    if "disks" in known:
+        known["disks"] = [rows.DiskReport(**disk) for disk in known["disks"]]
+    return kind(**known)
 
 
 def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:

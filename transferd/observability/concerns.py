@@ -18,7 +18,7 @@ import structlog
 from msgspec import UNSET
 
 from transferd.errors import one_line
-from transferd.observability.report import ConcernReport, DiskReport, Report, StorageReport
+from transferd.observability.report import ConcernReport, DiskReport, LevelReport, Report, StorageReport
 from transferd.observability.units import size, span
 
 log = structlog.get_logger(__name__)
@@ -31,25 +31,37 @@ REMEMBERED_S = 600.0
 EVERY_S = 1.0  # how often a watch looks, at most
 LOGGED_AFTER_S = 10.0  # so that a start, or an engine that comes, leaves no line behind; events are logged at once
 LOGGED_EVERY_S = 600.0  # how often the log repeats a concern that lasts
+REFUSED = ("queue_full", "bytes_in_flight")  # codes of tasks that an engine may push, and that nobody had room for
+GIVEN_UP = ("queue_full", "failed", "full", "down")  # reasons for which a copy to a level is a loss
 
-# Every concern and what to do about it, in the order of urgency. docs/metrics.md prints this table.
-REMEDIES = {
+
+class Concern(NamedTuple):
+    severity: str  # critical: tasks fail, or are not served; warning: something is lost or slow; info: somebody's wish
+    remedy: str
+
+
+# Every concern and what to do about it, in the order of urgency. docs/metrics.md has this table.
+_REMEDIES = {
     "rank_died": "Restart the daemon: the rank's device is lost to it.",
     "cache_cleared": "Call restore_cache: tasks are rejected until then.",
     "no_memory": "Start the engine, or wait for it: it has not offered its memory yet.",
     "not_ready": "See /readyz and the log.",
     "not_attached": "Restart the engine, or let it offer or attach its memory: its tasks are rejected (not_attached).",
     "engine_not_ready": "See the reason in `transferd stats`, and the engine's own log.",
-    "held": "`resume` ends it.",
+    "held": "`transferd resume` ends it (with --engine NAME, if it is not that of [cache]).",
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
+    "reload_refused": "Correct the file (`transferd check-config`) and reload: a restart would not start.",
+    "tasks_refused": "See `transferd tasks --running` for what tasks wait for; server.max_queued_tasks is the bound.",
     "store_lost": "Mount the disk, or find out who removed the directory. It returns unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",
     "storage_silent": "Repair the disk or the pool: tasks fail at once until it answers.",
-    "level_silent": "Repair the disk or the pool of that level: the other levels go on without it.",
+    "level_silent": "Repair that level's disk, bucket or pool. No task fails for it: the other levels go on.",
     "link_spoils": "Check this node's link, network card and proxy: what it loads is damaged on the way.",
     "level_refuses": "See its reason: credentials, rights, room, or too many requests. Copies wait meanwhile.",
+    "level_drained": "`transferd level use NAME` puts it back; until then it is neither read nor written.",
+    "copies_given_up": "A faster lower level or more write_back_bytes keeps up (docs/levels.md). Later uses try again.",
     "node_down": "Repair that node or the network to it: its objects fail at once, all others are served.",
     "storage_slow": "Look at the disk or the network of the pool (`iostat -x 1`): tasks wait for it.",
     "task_hangs": "`transferd tasks --running` says what the task waits for.",
@@ -70,14 +82,27 @@ REMEDIES = {
     "log_dropped": "Make the reader of stderr faster, or lower log.level.",
     "refused": "See the log for who was refused; a wrong key, user or address is the usual cause.",
 }
+_CRITICAL = [
+    *("rank_died", "cache_cleared", "not_ready", "not_attached", "straggling", "store_lost", "storage_silent"),
+    *("disk_read_only", "internal_errors"),
+]
+_INFO = ["no_memory", "held", "stopping", "level_drained"]
+CONCERNS = {
+    name: Concern("critical" if name in _CRITICAL else "info" if name in _INFO else "warning", remedy)
+    for name, remedy in _REMEDIES.items()
+}
 
 
 class Trouble(NamedTuple):
-    """One thing that is wrong. total: how many events there were since the start; None if it is simply there."""
+    """One thing that is wrong. total: how many events there were since the start; None if it is simply there.
+
+    about: the engine, level, disk or node that it concerns, such as "level object"; "" for the daemon.
+    """
 
     name: str
     text: str
     total: int | None = None
+    about: str = ""
 
 
 class Measured(NamedTuple):
@@ -94,7 +119,7 @@ def find(report: Report, health: Measured | None = None) -> list[Trouble]:
     """List what an operator should know, the most urgent first; empty when all is well."""
     health = health or Measured()
     found = [*_service(report, health), *_storage(report, health), *_quality(report, health)]
-    order = {name: place for place, name in enumerate(REMEDIES)}
+    order = {name: place for place, name in enumerate(CONCERNS)}
     return sorted(found, key=lambda one: order[one.name])
 
 
@@ -115,11 +140,14 @@ def _service(report: Report, health: Measured) -> Iterator[Trouble]:
         for_s = engine.unattached_s or 0.0
         if engine.registered and for_s >= UNATTACHED_S:
             what = f"engine {name!r}: connected, but the memory of {_ranks(engine.unattached)} is not attached"
-            yield Trouble("not_attached", f"{what}, since {span(for_s)}")
+            yield Trouble("not_attached", f"{what}, since {span(for_s)}", about=f"engine {name}")
         elif engine.registered and engine.clients and not engine.ready:
-            yield Trouble("engine_not_ready", f"engine {name!r} is connected and not ready: {engine.why}")
+            text = f"engine {name!r} is connected and not ready: {engine.why}"
+            yield Trouble("engine_not_ready", text, about=f"engine {name}")
     for hold in report.held:
-        yield Trouble("held", f"{hold.what} for {span(hold.for_s)}, held by {hold.holder}")
+        whose = f"engine {hold.engine}" if hold.engine else ""
+        text = f"{hold.what}{f' of {whose}' if whose else ''} for {span(hold.for_s)}, held by {hold.holder}"
+        yield Trouble("held", text, about=whose)
     if report.draining and not report.held:
         yield Trouble("stopping", "the daemon is stopping")
     if report.straggling:
@@ -127,63 +155,66 @@ def _service(report: Report, health: Measured) -> Iterator[Trouble]:
 
 
 def _storage(report: Report, health: Measured) -> Iterator[Trouble]:
-    storage = report.storage
-    yield from _unreachable(storage)
-    yield from _copies(storage)
+    storage, levels = report.storage, report.storage.levels
+    if (storage.breaker or "closed") != "closed":
+        why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
+        yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
+    for level in levels:
+        if len(levels) > 1:
+            yield from _level(level)
+        if level.bad_link:
+            yield Trouble("link_spoils", f"{level.name}: {level.bad_link}", about=f"level {level.name}")
+        for disk in level.disks:
+            yield from _disk(disk, level)
+    for node, why in (storage.peers_down or {}).items():
+        yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}", about=f"node {node}")
+    if missing := storage.copies_missing or 0:
+        yield Trouble("copies_missing", f"{missing} objects of the pool, with a copy here, have fewer than configured")
     if (waited := health.storage_p99_s or 0.0) > SLOW_STORAGE_S:
         yield Trouble("storage_slow", f"1 of 100 tasks of the last minute waited {span(waited)} or more for storage")
     if health.oldest_s > OLDEST_TASK_S:
         yield Trouble("task_hangs", f"a task was admitted {span(health.oldest_s)} ago and still runs: {health.oldest}")
-    for disk in storage.disks or []:
-        if disk.failed:
-            yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}")
-        else:
-            yield from _disk(disk, storage)
-    if failing := report.errors.get("storage_io", 0):
-        yield Trouble("disk_failing", f"{failing} tasks met an input/output error of the disk", failing)
-    if storage.gone:
-        yield Trouble("objects_gone", f"{storage.gone} objects were removed from outside", storage.gone)
     yield from _full(storage, report.errors.get("storage_full", 0))
-    if storage.corrupt:
-        yield Trouble("storage_corrupt", f"{storage.corrupt} damaged objects were set aside", storage.corrupt)
-    if storage.errors:
-        yield Trouble("storage_errors", f"{storage.errors} storage calls failed", storage.errors)
+    counted = {
+        "disk_failing": (report.errors.get("storage_io", 0), "tasks met an input/output error of the disk", ""),
+        "under_replicated": (storage.under_replicated, "objects were stored with fewer copies than configured", ""),
+        "objects_gone": (storage.gone, "objects were removed from outside", "gone"),
+        "storage_corrupt": (storage.corrupt, "damaged objects were found", "corrupt"),
+        "storage_errors": (storage.errors, "storage calls failed", "errors"),
+    }
+    for name, (number, text, counter) in counted.items():
+        if number:
+            which = {level.name: getattr(level, counter, 0) for level in levels if len(levels) > 1}
+            where = ", ".join(f"{level} {count}" for level, count in which.items() if count)
+            yield Trouble(name, f"{number} {text}{f' ({where})' if where else ''}", number)
 
 
-def _unreachable(storage: StorageReport) -> Iterator[Trouble]:
-    """Parts of storage that do not answer: the backend, one of its levels, a node of the pool."""
-    if (storage.breaker or "closed") != "closed":
-        why = f": {storage.breaker_reason}" if storage.breaker_reason else ""
-        yield Trouble("storage_silent", f"storage {storage.backend} does not answer{why}")
-    for level in storage.levels or []:
-        if not level.available and level.state == "used":
-            why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
-            yield Trouble("level_silent", f"the level {level.name} does not answer: {why}")
-        if level.refuses and level.state == "used":
-            yield Trouble("level_refuses", f"the level {level.name} takes no copies now: {level.refuses}")
-    for where, why in [
-        ("storage", storage.bad_link or ""),
-        *((row.name, row.bad_link) for row in storage.levels or []),
-    ]:
-        if why and not (where == "storage" and storage.levels):
-            yield Trouble("link_spoils", f"{where}: {why}")
-    for node, why in (storage.peers_down or {}).items():
-        yield Trouble("node_down", f"the node {node} of the pool does not answer: {why}")
-
-
-def _copies(storage: StorageReport) -> Iterator[Trouble]:
-    """Objects with fewer copies in the pool than configured."""
-    if storage.under_replicated:
-        number = storage.under_replicated
-        yield Trouble("under_replicated", f"{number} objects were stored with fewer copies than configured", number)
-    if missing := storage.copies_missing or 0:
-        yield Trouble("copies_missing", f"{missing} objects of the pool, with a copy here, have fewer than configured")
+def _level(level: LevelReport) -> Iterator[Trouble]:
+    """Of one level of several: tasks do not fail for it, unless the text says so."""
+    about = f"level {level.name}"
+    waiting = f"; {size(level.pending_bytes)} wait to be copied there" if level.pending_bytes else ""
+    if level.state != "used":
+        left = f", {size(level.draining_bytes)} left to look at" if level.draining_bytes else ""
+        yield Trouble("level_drained", f"the level {level.name} is {level.state}{left}", about=about)
+    elif not level.available:
+        why = f"{level.hanging} calls to it have not ended" if level.hanging else "it is left out for now"
+        why = level.breaker_reason or why
+        yield Trouble("level_silent", f"the level {level.name} does not answer: {why}{waiting}", about=about)
+    elif level.refuses:
+        text = f"the level {level.name} takes no copies now: {level.refuses}{waiting}"
+        yield Trouble("level_refuses", text, about=about)
+    given_up = {reason: level.lost_for.get(reason, 0) for reason in GIVEN_UP if level.lost_for.get(reason)}
+    if given_up:
+        why = ", ".join(f"{reason} {number}" for reason, number in given_up.items())
+        text = f"{sum(given_up.values())} objects were not copied to the level {level.name} ({why})"
+        yield Trouble("copies_given_up", text, sum(given_up.values()), about)
 
 
 def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:
     """refused: tasks that found no room. Blames the disk if it has less room than the store may take."""
+    short = any(_short(disk, level) for level in storage.levels for disk in level.disks)
     gone = (storage.evicted_for or {}).get("medium_full", 0)
-    if gone or (refused and any(_short(disk, storage) for disk in storage.disks or [])):
+    if gone or (refused and short):
         text = f"the disk is fuller than the store: {gone} objects had to go, {refused} tasks found no room"
         yield Trouble("disk_full", text, gone + refused)
     elif refused:
@@ -193,31 +224,43 @@ def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:
         yield Trouble("store_full", f"{text}: {' and '.join(held) or 'they need more'}", refused)
 
 
-def _short(disk: DiskReport, storage: StorageReport) -> bool:
+def _short(disk: DiskReport, level: LevelReport) -> bool:
     """Whether the store may take more of this disk than there is."""
-    return bool(disk.total) and disk.room < (disk.capacity or storage.capacity or 0)
+    return bool(disk.total) and disk.room < (disk.capacity or level.capacity or 0)
 
 
-def _disk(disk: DiskReport, storage: StorageReport) -> Iterator[Trouble]:
+def _disk(disk: DiskReport, level: LevelReport) -> Iterator[Trouble]:
+    about = f"disk {disk.path}"
+    if disk.failed:
+        yield Trouble("disk_failed", f"the disk of {disk.path} is out of use: {disk.failed}", about=about)
+        return
     if disk.problem:
-        yield Trouble("store_lost", disk.problem)
+        yield Trouble("store_lost", disk.problem, about=about)
     if disk.read_only:
-        yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only")
+        yield Trouble("disk_read_only", f"the disk of {disk.path} is mounted read-only", about=about)
     if disk.stuck:
         text = f"{disk.stuck} files or directories of {disk.path} refuse and are set aside ({size(disk.stuck_bytes)})"
-        yield Trouble("files_stuck", f"{text}: {disk.stuck_why}")
-    if not disk.read_only and _short(disk, storage):
+        yield Trouble("files_stuck", f"{text}: {disk.stuck_why}", about=about)
+    if not disk.read_only and _short(disk, level):
         text = (
             f"the store in {disk.path} has room for {size(disk.room)}, less than its capacity "
-            f"({size(disk.capacity or storage.capacity or 0)}): {size(disk.free)} "
+            f"({size(disk.capacity or level.capacity or 0)}): {size(disk.free)} "
             f"of {size(disk.total)} are free on its disk, and {size(disk.reserve)} stay free"
         )
-        yield Trouble("disk_nearly_full", text)
+        yield Trouble("disk_nearly_full", text, about=about)
 
 
 def _quality(report: Report, health: Measured) -> Iterator[Trouble]:
     if health.lag_s > LAG_S:
         yield Trouble("event_loop_late", f"the event loop is late again and again, by {span(health.lag_s)} and more")
+    if report.reload_refused:
+        yield Trouble("reload_refused", f"the last reload was refused: {report.reload_refused}")
+    busy = {code: report.rejects[code] for code in REFUSED if report.rejects.get(code)}
+    if busy:
+        whose = [name for name, engine in report.engines.items() if any(engine.rejects.get(code) for code in REFUSED)]
+        text = f"{sum(busy.values())} tasks were refused ({', '.join(f'{code} {n}' for code, n in busy.items())})"
+        about = ", ".join(f"engine {name}" for name in whose)
+        yield Trouble("tasks_refused", text + (f", of {about}" if about else ""), sum(busy.values()), about)
     for reason in _together(report.degraded):
         yield Trouble("degraded", reason)
     if expired := report.tasks.get("expired", 0):
@@ -251,6 +294,7 @@ class _Spell:
 
     since: float
     text: str
+    about: str = ""
     logged_at: float | None = None
     events: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many; within REMEMBERED_S
 
@@ -281,6 +325,7 @@ class Watch:
 
     def _take_up(self, name: str, troubles: list[Trouble], now: float) -> None:
         text = one_line("; ".join(trouble.text for trouble in troubles))
+        about = ", ".join(dict.fromkeys(trouble.about for trouble in troubles if trouble.about))
         counted = troubles[0].total is not None
         total = sum(trouble.total or 0 for trouble in troubles)
         more = total - self._totals.get(name, 0)
@@ -290,44 +335,46 @@ class Watch:
             if counted and more <= 0:
                 return  # no event since the last look
             events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
-            spell = self._spells[name] = _Spell(now, text, events=events)
+            spell = self._spells[name] = _Spell(now, text, about, events=events)
             if not counted:
                 events.append((now, 1))
-        if not counted:
-            spell.text = text
-        elif more > 0:
+        if counted and more > 0:
             spell.events.append((now, more))
-            spell.text = text
+        if not counted or more > 0:
+            spell.text, spell.about = text, about
         self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
 
     def _log(self, name: str, spell: _Spell, now: float, after_s: float) -> None:
         due = spell.since + after_s if spell.logged_at is None else spell.logged_at + LOGGED_EVERY_S
         if now >= due:
             spell.logged_at = now
-            log.warning("concern", concern=name, problem=spell.text, action=REMEDIES[name])
+            log.warning("concern", concern=name, problem=spell.text, action=CONCERNS[name].remedy)
 
     def concerns(self, now: float) -> list[ConcernReport]:
         """The concerns that last now, the most urgent first."""
         return [
             ConcernReport(
                 name=name,
-                text=self._spells[name].text,
-                action=REMEDIES[name],
-                for_s=now - self._spells[name].since,
-                times=sum(number for _, number in self._spells[name].events),
+                severity=concern.severity,
+                about=spell.about,
+                text=spell.text,
+                action=concern.remedy,
+                for_s=now - spell.since,
+                times=sum(number for _, number in spell.events),
             )
-            for name in REMEDIES
-            if name in self._spells
+            for name, concern in CONCERNS.items()
+            if (spell := self._spells.get(name)) is not None
         ]
 
 
 def concerns(report: Report) -> list[str]:
     """The concerns of a report as lines for people. An older daemon's report has none: finds them in its figures."""
     if report.concerns is UNSET:
-        return [one_line(f"{one.text}: {REMEDIES[one.name]}") for one in find(report)]
+        return [one_line(f"{one.text}: {CONCERNS[one.name].remedy}") for one in find(report)]
     return [_line(one) for one in report.concerns]
 
 
 def _line(one: ConcernReport) -> str:
-    often = f", {one.times} times in 10 min" if one.times > 1 else ""
-    return one_line(f"{one.text} (for {span(one.for_s)}{often}): {one.action}")
+    lasts = [f"for {span(one.for_s)}"] * (one.for_s >= 1) + [f"{one.times} times in 10 min"] * (one.times > 1)
+    since = f" ({', '.join(lasts)})" if lasts else ""
+    return one_line(f"{one.text}{since}: {one.action}")

@@ -66,4 +66,4 @@ class History:
 
 
 def _lookups(report: Report) -> tuple[int, int]:
-    return report.storage.hits, report.storage.hits + report.storage.misses
+    return report.hits, report.hits + report.misses

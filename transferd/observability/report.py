@@ -10,14 +10,61 @@ UNSET is absent from the plain data where it does not apply.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.compat import convert
+from transferd.tasks import NOT_STORED, Status
+
+# Keys that are always there, at 0: rate() would miss the first increment of a series that begins with 1.
+STATUSES = [str(status) for status in Status]
+REJECTS = (
+    *("queue_full", "bytes_in_flight", "starting", "draining", "not_attached", "empty_block", "cleared", "cache_gone"),
+    *("bad_value", "id_out_of_range", "task_id_conflict", "task_id_busy", "no_storage_tier", "no_host_tier"),
+    *("rank_died", "malformed", "unsupported_version", "unknown_type", "too_large", "stale_session", "forbidden"),
+    "too_often",
+)
+ERRORS = ("storage_full", "expired")
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
+EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
+NO_BACKEND = "none"
+
+
+class Figure(NamedTuple):
+    """A field that is a metric as well. `metrics.py` reads these, and docs/metrics.md is made of them.
+
+    name: the metric's, after the beginning that its section gives (Sections); "": the field's own.
+    label: that of the keys of a map, or of the places in a list. zero: keys that are always there.
+    none: the value in place of null; without it the metric is absent then.
+    """
+
+    kind: Literal["gauge", "counter"]
+    help: str
+    name: str = ""
+    label: str = ""
+    zero: Collection[str] = ()
+    none: float | None = None
+
+
+Gauge, Count = partial(Figure, "gauge"), partial(Figure, "counter")
+Counts = dict[str, int]
+UNATTACHED = Gauge("seconds for which a client has needed memory that is not attached", "unattached_seconds", none=0.0)
+
+
+class Sections(NamedTuple):
+    """A field with a section, or with several: how its metrics' names begin, and their labels with their attributes.
+
+    "" is the key in a map. The labels of a section around it come first, unless it is `apart`.
+    """
+
+    begins: str
+    labels: Mapping[str, str] = {}
+    apart: bool = False
 
 
 class ReportSection(msgspec.Struct, kw_only=True):
@@ -28,10 +75,10 @@ class LaneReport(ReportSection):
     """The tasks of one kind on one rank."""
 
     queued: int = 0  # admitted and not running; the same for all ranks of an engine, which share the queue
-    running: int = 0  # tasks
-    done: int = 0  # tasks that this rank has completed
-    failed: int = 0  # tasks that failed on this rank
-    bytes: int = 0  # moved by this rank
+    running: Annotated[int, Gauge("tasks running on a rank")] = 0
+    done: Annotated[int, Count("tasks that a rank has completed")] = 0
+    failed: Annotated[int, Count("tasks that failed on a rank")] = 0
+    bytes: Annotated[int, Count("bytes that a rank has moved")] = 0
 
 
 class KindReport(ReportSection):
@@ -58,9 +105,10 @@ class RankReport(ReportSection):
     """One rank of one engine."""
 
     rank: int = 0  # its number within the engine
-    device: int = 0  # the device's index
+    device: int | str = 0  # the device's index, or its UUID
     tier: dict[str, Any] = {}  # the device tier's own figures: `bytes`, `open`, and more for some tiers
-    lanes: dict[str, LaneReport] = {}  # by kind of task
+    lanes: Annotated[dict[str, LaneReport], Sections("lane_", {"lane": ""})] = {}  # by kind of task
+    late_s: Annotated[float, Count("seconds after the first rank of its rounds", "barrier_skew_seconds")] = 0.0
     background: int = 0  # calls that still run for tasks that were answered
     engine: str = DEFAULT_ENGINE  # the engine's name
 
@@ -70,17 +118,18 @@ class HoldReport(ReportSection):
 
     what: str = ""  # `pause` or `drain`
     holder: str = ""  # the client that requested it
+    engine: str = ""  # whose tasks it holds
     for_s: float = 0.0  # seconds
 
 
 class BarrierReport(ReportSection):
     """How the ranks of all engines meet."""
 
-    open: int = 0  # rounds in which ranks have yet to arrive
-    owing: int = 0  # arrivals still owed to rounds that have ended
-    completed: int = 0  # rounds that have ended, for whatever reason
-    expired: int = 0  # rounds that a deadline ended without every rank
-    late: int = 0  # arrivals dropped because their round had ended
+    open: Annotated[int, Gauge("rounds in which ranks have yet to arrive", "rounds_open")] = 0
+    owing: Annotated[int, Gauge("arrivals still owed to rounds that have ended", "ranks_owing")] = 0
+    completed: Annotated[int, Count("rounds that have ended, for whatever reason", "rounds")] = 0
+    expired: Annotated[int, Count("rounds that a deadline ended without every rank", "rounds_expired")] = 0
+    late: Annotated[int, Count("arrivals dropped because their round had ended", "late_arrivals")] = 0
     dead: list[int] = []  # ranks whose device is lost
     skew_s: list[float] = []  # of [cache]: for each rank, seconds by which it arrived after the first one, in total
 
@@ -119,17 +168,17 @@ class HostReport(ReportSection):
     """The host pools."""
 
     blocks: int = 0  # of the engine of [cache], per rank
-    bytes: int = 0  # of all ranks of all engines
-    pinned: bool = False  # every pool is locked in memory
+    bytes: Annotated[int, Gauge("host pools of all ranks of all engines")] = 0
+    pinned: Annotated[bool, Gauge("whether every host pool is locked in memory")] = False
     budget: BudgetReport = msgspec.field(default_factory=BudgetReport)
 
 
 class StagingReport(ReportSection):
     """Staging memory of all ranks, in bytes."""
 
-    capacity: int = 0  # all of it
-    used: int = 0  # leased now
-    peak: int = 0  # the sum of what each rank has used at most
+    capacity: Annotated[int, Gauge("staging memory there is, all ranks", "capacity_bytes")] = 0
+    used: Annotated[int, Gauge("staging memory leased now, all ranks", "used_bytes")] = 0
+    peak: Annotated[int, Gauge("the sum of the staging memory that each rank has used at most", "peak_bytes")] = 0
 
 
 class MemoryReport(ReportSection):
@@ -149,10 +198,10 @@ class ScrubReport(ReportSection):
     """The background scrub: what it has read since the start."""
 
     rate: int = 0  # bytes a second that it may read; 0 if it is off
-    passes: int = 0  # complete passes over the store
-    objects: int = 0  # objects read
-    bytes: int = 0  # bytes read
-    damaged: int = 0  # objects set aside
+    passes: Annotated[int, Count("complete passes over the store")] = 0
+    objects: Annotated[int, Count("objects that the background scrub has read")] = 0
+    bytes: Annotated[int, Count("bytes that it has read")] = 0
+    damaged: Annotated[int, Count("objects that it has set aside")] = 0
     unsealed: int = 0  # objects without a seal to verify
     errors: int = 0  # objects that could not be read
 
@@ -164,118 +213,128 @@ class HoldingReport(ReportSection):
     uid: int | None = None  # the user who registered it
     there: bool = False  # it is registered now
     objects: int = 0  # stored
-    bytes: int = 0  # of these, and of those being stored
-    share: int = 0  # bytes kept for it: while it has less, others evict nothing of it
-    pinned: int = 0  # bytes that it has pinned
+    bytes: Annotated[int, Gauge("stored for it, or being stored")] = 0
+    share: Annotated[int, Gauge("bytes kept for it: below that, others evict nothing of it", "share_bytes")] = 0
+    pinned: Annotated[int, Gauge("bytes that it has pinned", "pinned_bytes")] = 0
+
+    @property
+    def present(self) -> str:
+        """Its name while it is here; "" for all others, whose names come and go for months."""
+        return self.engine if self.there else ""
 
 
 class DiskReport(ReportSection):
     """One directory of the file backend, and the file system that it is on."""
 
     path: str = ""  # storage.file.path
-    total: int = 0  # bytes of the file system
-    free: int = 0  # of these, free for this user
-    reserve: int = 0  # bytes that the store leaves free (storage.file.reserve)
-    room: int = 0  # bytes that the store may hold: its capacity, or less if the disk has less room
+    total: Annotated[int, Gauge("bytes of the file system", "total_bytes")] = 0
+    free: Annotated[int, Gauge("bytes of the file system that are free for this user", "free_bytes")] = 0
+    reserve: Annotated[int, Gauge("bytes that the store leaves free (storage.file.reserve)", "reserve_bytes")] = 0
+    room: Annotated[int, Gauge("bytes that it may hold: its capacity, or less if the disk has less", "room_bytes")] = 0
     files: int = 0  # inodes of the file system; 0 if they have no fixed number
-    files_free: int = 0  # of these, free
-    read_only: bool = False  # whether the file system is mounted read-only
+    files_free: Annotated[int, Gauge("inodes that are free; 0 if they have no fixed number")] = 0
+    read_only: Annotated[bool, Gauge("whether the file system is mounted read-only")] = False
     problem: str = ""  # why nothing can be stored or loaded here; empty if all is well
     journal_problem: str = ""  # why the order of use could not be written, the last time; empty if it was
-    stuck: int = 0  # objects, files and directories that can be neither removed nor read, each set aside
+    stuck: Annotated[int, Gauge("objects, files and directories that refuse, each set aside")] = 0
     stuck_bytes: int = 0  # of these objects; they count as stored
     stuck_why: str = ""  # what one of them raised, with its path; empty if there is none
     failed: str = ""  # of several disks: why this one is out of use; empty if it works
-    objects: int = 0  # of several disks: stored on this one
-    bytes: int = 0  # of these
-    capacity: int = 0  # of several disks: bytes that may be stored on this one
-    errors: int = 0  # of several disks: calls that failed on this one
+    objects: Annotated[int, Gauge("objects stored on it")] = 0
+    bytes: Annotated[int, Gauge("bytes stored on it")] = 0
+    capacity: Annotated[int, Gauge("bytes that may be stored on it", "capacity_bytes")] = 0
+    errors: Annotated[int, Count("calls that failed on it")] = 0
+    lost: Annotated[int, Count("objects that were on it when it failed")] = 0
 
 
-class LevelReport(ReportSection):
-    """One level of storage. Counts are since the start."""
+class StoreFigures(ReportSection):
+    """What the whole store reports, and each of its levels; not every backend all of it. Counts are since the start."""
 
-    name: str = ""  # as in storage.levels
-    backend: str = ""  # of this level
-    objects: int | None = 0  # stored now; null if only the level's server has that figure
-    bytes: int | None = 0  # of these; null if only the level's server has that figure
-    capacity: int | None = None  # bytes that may be stored; null without a bound
-    hits: int = 0  # objects that loads found here
-    misses: int = 0  # objects that loads looked for here and did not find
-    corrupt: int = 0  # damaged copies of this level that were set aside
-    errors: int = 0  # calls that failed
-    evictions: int = 0  # copies removed to make room
-    pending_bytes: int = 0  # wait to be copied here
-    copied: int = 0  # objects copied here from a level above
-    promoted: int = 0  # objects copied here from a level below, because they were used
-    prefetched: int = 0  # objects copied here from a level below by prefetches and warm-ups
-    kept_bytes: int = 0  # not evicted, because a prefetch waits for their first use
-    lost: int = 0  # objects that were not copied here
-    lost_for: dict[str, int] = {}  # the same by reason
-    slow_calls: int = 0  # calls that took much longer than others of this level
-    hanging: int = 0  # of these, those that have not ended
-    refuses: str = ""  # why it takes no copies now
-    link_faults: int = 0  # objects that came damaged, and whole when they were read again
-    bad_link: str = ""  # why nothing is loaded from it for a while
-    state: str = "used"  # used, draining (`transferd level drain`), drained
-    draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
-    available: bool = True  # whether calls go there
-
-
-class StorageReport(ReportSection):
-    """The storage backend. Counts are since the start; some backends do not have all of these."""
-
-    backend: str = "none"  # storage.backend
-    objects: int | None = 0  # stored now; null if only the pool has that figure
-    bytes: int | None = 0  # stored now; null if only the pool has that figure
-    hits: int = 0  # objects that a lookup or a load found
-    misses: int = 0  # objects that it did not find
-    hit_share_1min: float | None = None  # the share of the last minute's lookups that found theirs; null without any
-    errors: int = 0  # calls that failed
+    backend: str = "none"  # storage.backend, or that of the level; levels are joined by ">"
+    objects: Annotated[int | None, Gauge("objects stored now; null if only the pool has that figure")] = 0
+    bytes: Annotated[int | None, Gauge("bytes stored now; null if only the pool has that figure")] = 0
+    capacity: Annotated[int | UnsetType | None, Gauge("bytes that may be stored", "capacity_bytes")] = UNSET
+    hits: Annotated[int, Count("objects that loads found")] = 0
+    misses: Annotated[int, Count("objects that loads did not find")] = 0
+    errors: Annotated[int, Count("calls that failed")] = 0
+    corrupt: Annotated[int, Count("damaged objects that were found")] = 0
     shared_loads: int = 0  # objects that one task loaded for another one as well
     shared_stores: int = 0  # objects that one engine stored for another one's task
-    corrupt: int = 0  # damaged objects that were set aside
-    capacity: int | UnsetType = UNSET  # bytes that may be stored (storage.*.capacity); a file store counts whole blocks
     in_flight_bytes: int | UnsetType = UNSET  # being stored now
-    wrong_length: int | UnsetType = UNSET  # objects of another length than expected, made unreachable
-    gone: int | UnsetType = UNSET  # objects that something other than this daemon has removed
-    stored: int | UnsetType = UNSET  # objects stored
+    wrong_length: Annotated[int | UnsetType, Count("objects of an unexpected length, made unreachable")] = UNSET
+    gone: Annotated[int | UnsetType, Count("objects that something other than this daemon has removed")] = UNSET
+    stored: Annotated[int | UnsetType, Count("objects stored")] = UNSET
     evictions: int | UnsetType = UNSET  # objects removed to make room
-    evicted_for: dict[str, int] | UnsetType = UNSET  # the same by cause: `capacity`, `medium_full`, `shrink`, `reserve`
-    levels: list[LevelReport] | UnsetType = UNSET  # with storage.levels, the fastest first
-    disks: list[DiskReport] | UnsetType = UNSET  # of the file backend
-    scrub: ScrubReport | UnsetType = UNSET  # of the file backend
-    holdings: list[HoldingReport] | UnsetType = UNSET  # the objects of each engine, the most bytes first
-    disks_failed: int | UnsetType = UNSET  # of these, out of use
-    lost: int | UnsetType = UNSET  # objects that were on disks when they failed
-    not_admitted: int | UnsetType = UNSET  # objects that were not stored, because no second task had named them
-    remembered: int | UnsetType = UNSET  # blocks that a single task has tried to store
-    purged: int | UnsetType = UNSET  # objects removed by purges
-    purging: int | UnsetType = UNSET  # objects that running purges have yet to look at
-    warming_bytes: int | UnsetType = UNSET  # bytes that running warm-ups have yet to bring up
-    pinned: int | UnsetType = UNSET  # objects that are pinned now
-    pinned_bytes: int | UnsetType = UNSET  # of these
-    pins_expired: int | UnsetType = UNSET  # objects that lost their last pin because its time was over
+    evicted_for: Annotated[Counts | UnsetType, Count("evictions by cause", "evictions", "reason", EVICTED_FOR)] = UNSET
+    scrub: Annotated[ScrubReport | UnsetType, Sections("storage_scrub_")] = UNSET  # of the file backend
     breaker: str | UnsetType = UNSET  # `closed`: calls go through; `open`, `half_open`: storage does not answer
-    breaker_opened: int | UnsetType = UNSET  # how often storage did not answer
+    breaker_opened: Annotated[int | UnsetType, Count("how often storage did not answer")] = UNSET
     breaker_reason: str | UnsetType = UNSET  # why, the last time
-    waited_for_room: int | UnsetType = UNSET  # objects that were retried because the pool was full
-    contested: int | UnsetType = UNSET  # stored objects that could not be found yet: another client was writing them
-    taken_over: int | UnsetType = UNSET  # objects that replaced another client's unfinished write
-    held: int | UnsetType = UNSET  # objects whose buffers were held because a transfer did not end
-    under_replicated: int | UnsetType = UNSET  # objects stored with fewer copies than storage.mooncake.replica_num
-    copies_missing: int | UnsetType = UNSET  # objects that lack a copy now, and that this node has to mend
-    copies_made: int | UnsetType = UNSET  # copies that drains and mends have made
-    copying_bytes: int | UnsetType = UNSET  # bytes that a running drain or mend of a pool has yet to copy
-    peers_down: dict[str, str] | UnsetType = UNSET  # nodes of the pool that do not answer, and why
-    peers_went_down: int | UnsetType = UNSET  # how often one stopped answering
-    connections_cut: int | UnsetType = UNSET  # connections to such nodes that were ended
-    link_faults: int | UnsetType = UNSET  # objects that came damaged, and whole when they were read again
-    bad_link: str | UnsetType = UNSET  # why nothing is loaded for a while; empty if all is well
-    other_layout: int | UnsetType = UNSET  # lookups whose first absent key is stored in another layout of the model
+    waited_for_room: Annotated[int | UnsetType, Count("objects retried because the pool was full")] = UNSET
+    contested: Annotated[int | UnsetType, Count("objects not found yet: another client was writing them")] = UNSET
+    taken_over: Annotated[int | UnsetType, Count("objects that replaced another's unfinished write")] = UNSET
+    held: Annotated[int | UnsetType, Count("objects with buffers held, because a transfer did not end")] = UNSET
+    under_replicated: Annotated[int | UnsetType, Count("objects stored with fewer copies than configured")] = UNSET
+    copies_missing: Annotated[int | UnsetType, Gauge("objects without all copies that this node has to mend")] = UNSET
+    copies_made: Annotated[int | UnsetType, Count("copies that drains and mends have made")] = UNSET
+    copying_bytes: Annotated[int | UnsetType, Gauge("bytes that a drain or mend of a pool has yet to copy")] = UNSET
+    peers_down: Annotated[dict[str, str] | UnsetType, Gauge("nodes that do not answer", "peer_down", "peer")] = UNSET
+    peers_went_down: Annotated[int | UnsetType, Count("how often a node of the pool stopped answering")] = UNSET
+    connections_cut: Annotated[int | UnsetType, Count("connections to such nodes that were ended")] = UNSET
+    link_faults: Annotated[int, Count("objects that came damaged, and whole when they were read again")] = 0
+    bad_link: str = ""  # why nothing is loaded for a while; empty if all is well
+    other_layout: Annotated[int | UnsetType, Count("lookups that another layout of the model could answer")] = UNSET
     other_layouts: dict[str, Any] | UnsetType = UNSET  # those layouts
     batches_merged: int | UnsetType = UNSET  # batches that went into a call of another batch
     calls_under_way: int | UnsetType = UNSET  # native calls that run now
+
+
+class LevelReport(StoreFigures):
+    """One level of storage; a store of one backend is one level. Its own figures, besides those of every store."""
+
+    name: str = ""  # as in storage.levels
+    disks: Annotated[list[DiskReport], Sections("storage_disk_", {"path": "path"})] = []  # of the file backend
+    capacity: Annotated[int | UnsetType | None, Gauge("bytes that may be stored", "capacity_bytes")] = None
+    evictions: int = 0  # copies removed to make room
+    pending_bytes: Annotated[int, Gauge("bytes that wait to be copied there")] = 0
+    copied: Annotated[int, Count("objects copied there from a level above")] = 0
+    promoted: Annotated[int, Count("objects copied there from a level below, because they were used")] = 0
+    prefetched: Annotated[int, Count("objects copied there from below by prefetches and warm-ups")] = 0
+    kept_bytes: Annotated[int, Gauge("bytes not evicted, because a prefetch waits for their first use")] = 0
+    lost: Annotated[int, Count("objects that were not copied there")] = 0
+    lost_for: dict[str, int] = {}  # the same by reason
+    slow_calls: Annotated[int, Count("calls that took much longer than others of this level")] = 0
+    hanging: Annotated[int, Gauge("of these, those that have not ended")] = 0
+    refuses: str = ""  # why it takes no copies now
+    state: str = "used"  # used, draining (`transferd level drain`), drained
+    draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
+    available: Annotated[bool, Gauge("whether calls go there")] = True
+
+
+class StorageReport(StoreFigures):
+    """The whole store: the sums of its levels, and what belongs to none of them.
+
+    Objects and bytes are those of the level with the most; capacity is that of the lowest level that has one.
+    """
+
+    levels: Annotated[
+        list[LevelReport], Sections("storage_level_", {"level": "name"}, apart=True)
+    ] = []  # fastest first
+    disks: list[DiskReport] | UnsetType = UNSET  # those of all levels
+    hit_share_1min: float | None = None  # the share of the last minute's lookups that found theirs; null without any
+    holdings: Annotated[
+        list[HoldingReport] | UnsetType, Sections("storage_engine_", {"engine": "present"}, apart=True)
+    ] = UNSET  # the objects of each engine, the most bytes first
+    disks_failed: Annotated[int | UnsetType, Gauge("disks of the store that are out of use")] = UNSET
+    lost: Annotated[int | UnsetType, Count("objects that were on disks when they failed")] = UNSET
+    not_admitted: Annotated[int | UnsetType, Count("objects not stored, as no second task had named them")] = UNSET
+    remembered: int | UnsetType = UNSET  # blocks that a single task has tried to store
+    purged: Annotated[int | UnsetType, Count("objects removed by purges")] = UNSET
+    purging: Annotated[int | UnsetType, Gauge("objects that running purges have yet to look at")] = UNSET
+    warming_bytes: int | UnsetType = UNSET  # bytes that running warm-ups have yet to bring up
+    pinned: Annotated[int | UnsetType, Gauge("objects that are pinned")] = UNSET
+    pinned_bytes: Annotated[int | UnsetType, Gauge("bytes that are pinned")] = UNSET
+    pins_expired: Annotated[int | UnsetType, Count("objects that lost their last pin as its time was over")] = UNSET
     data: str | UnsetType = UNSET  # the backend that holds the blocks of an open token index
     node: str | UnsetType = UNSET  # the name of this node in an open token index
     index: dict[str, dict[str, int]] | UnsetType = UNSET  # blocks in an open token index, by node and medium
@@ -308,14 +367,14 @@ class FollowedReport(ReportSection):
 class EventsReport(ReportSection):
     """KV events; empty without them."""
 
-    announced: dict[str, int] | UnsetType = UNSET  # blocks announced now, by medium
+    announced: Annotated[Counts | UnsetType, Gauge("blocks announced now", "kv_blocks_announced", "medium")] = UNSET
     peers: dict[str, FollowedReport] | UnsetType = UNSET  # by node
     batches: int | UnsetType = UNSET  # published
-    events: int | UnsetType = UNSET  # published
+    events: Annotated[int | UnsetType, Count("KV events published", "kv_events")] = UNSET
     kept: int | UnsetType = UNSET  # batches kept for replays
     kept_bytes: int | UnsetType = UNSET  # of these
-    replays: int | UnsetType = UNSET  # sent to their end
-    snapshots: int | UnsetType = UNSET  # requested by followers
+    replays: Annotated[int | UnsetType, Count("replays sent to their end", "kv_event_replays")] = UNSET
+    snapshots: Annotated[int | UnsetType, Count("snapshots requested by followers", "kv_event_snapshots")] = UNSET
     replays_broken_off: int | UnsetType = UNSET  # the subscriber went away or was too slow
 
 
@@ -330,15 +389,17 @@ class TracesReport(ReportSection):
 class ServerReport(ReportSection):
     """The daemon's socket."""
 
-    clients: int = 0  # connected now
-    clients_lost: int = 0  # that fell silent
+    clients: Annotated[int, Gauge("clients connected now")] = 0
+    clients_lost: Annotated[int, Count("clients that fell silent")] = 0
     waiting: int = 0  # requests that wait for something, such as match and pause
     waiting_bytes: int = 0  # of their arguments
-    messages: int = 0  # received
-    undeliverable: int = 0  # answers whose client was gone
+    messages: Annotated[int, Count("messages received")] = 0
+    undeliverable: Annotated[int, Count("answers whose client was gone")] = 0
     rejects: dict[str, int] = {}  # messages refused, by code
     turned_away: dict[str, int] = {}  # tasks that clients have refused themselves, by code
-    not_stored: dict[str, int] = {}  # blocks that adapters did not store, by reason (tasks.NOT_STORED)
+    not_stored: Annotated[
+        Counts, Count("blocks not stored by adapters", "blocks_not_stored", "reason", NOT_STORED)
+    ] = {}
 
 
 class LayoutReport(ReportSection):
@@ -364,7 +425,7 @@ class FingerprintReport(ReportSection):
 class EngineReport(ReportSection):
     """One engine that the daemon serves."""
 
-    ready: bool = False  # every rank has its memory, and tasks are admitted
+    ready: Annotated[bool, Gauge("whether every rank has its memory, and tasks are admitted")] = False
     why: str = ""  # why tasks are not served
     registered: bool = False  # not the engine of [cache]
     registration: str = ""  # a digest of its token
@@ -372,7 +433,7 @@ class EngineReport(ReportSection):
     ranks: int = 0  # how many
     first_rank: int = 0  # of these within a group of several nodes
     dp_rank: int = 0  # in its KV events
-    clients: int = 0  # that speak for it
+    clients: Annotated[int, Gauge("clients that speak for it")] = 0
     model: str = ""  # part of every key
     generation: str = ""  # weight version
     fingerprint: FingerprintReport | str = msgspec.field(default_factory=FingerprintReport)
@@ -380,27 +441,43 @@ class EngineReport(ReportSection):
     missing: list[int] = []  # ranks without memory
     owners: list[int | None] = []  # for each rank, the process that offered its memory
     unattached: list[int] = []  # ranks without attached or offered memory
-    unattached_s: float | None = None  # for how many seconds a client has needed that memory; null if none does
-    tasks: dict[str, int] = {}  # answered, by final status
-    queued: int = 0  # tasks
-    running: int = 0  # tasks
+    unattached_s: Annotated[float | None, UNATTACHED] = None  # null if no client needs memory that is not attached
+    tasks: Annotated[Counts, Count("its answered tasks, by final status", "", "status", STATUSES)] = {}
+    queued: Annotated[int, Gauge("its tasks that are queued", "tasks_queued")] = 0
+    running: Annotated[int, Gauge("its tasks that run", "tasks_running")] = 0
     straggling: int = 0  # answered tasks that a rank still works on
-    paused: bool = False  # a pause is held
+    paused: Annotated[bool, Gauge("whether a pause is held")] = False
     draining: bool = False  # a drain is held, or it leaves
     rejects: dict[str, int] = {}  # tasks refused, by code
-    bytes: int = 0  # moved by all of its ranks
+    hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
+    misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
+    bytes: Annotated[int, Count("bytes that its ranks have moved")] = 0
     block_bytes: int = 0  # of one block of one rank
     device_blocks: int = 0  # per rank
     host_blocks: int = 0  # per rank
-    host_bytes: int = 0  # host memory that it takes
+    host_bytes: Annotated[int, Gauge("host memory that it takes")] = 0
     lanes: dict[str, KindReport] = {}  # its tasks by kind
     totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
+
+
+class ActReport(ReportSection):
+    """Something that an operator or an engine has ordered, and that was done."""
+
+    what: str = ""  # purge, pin, unpin, generation, pause, resume, drain, level, copies, clear cache, reload, …
+    wanted: str = ""  # what exactly, in words
+    engine: str = ""  # whose client has asked for it
+    uid: int | None = None  # the user of that client; null if the kernel does not know, as on tcp
+    pid: int | None = None  # its process
+    client: str = ""  # its name, as `transferd clients` has it
+    ago_s: float = 0.0  # seconds
 
 
 class ConcernReport(ReportSection):
     """Something that is wrong, or slower than it should be. It ends by itself when it is over."""
 
     name: str = ""  # one of the concerns in metrics.md
+    severity: str = "warning"  # critical: tasks fail or are not served; warning; info: somebody wishes it so
+    about: str = ""  # the engine, level, disk or node that it concerns; empty for the daemon
     text: str = ""  # what is wrong, as last seen
     action: str = ""  # what to do
     for_s: float = 0.0  # for how many seconds it has lasted
@@ -416,46 +493,56 @@ class Report(ReportSection):
     version: str = ""  # of the daemon
     pid: int | UnsetType = UNSET  # its process
     boot_id: str = ""  # one life of a daemon process
-    uptime_s: float = 0.0  # seconds since the start
+    uptime_s: Annotated[float, Gauge("seconds since the start", "uptime_seconds")] = 0.0
     ready: bool = False  # tasks are served; without [cache], engines may register
     host_name: str = ""  # of the machine, or of the container
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
-    ranks: list[RankReport] = []
+    ranks: Annotated[list[RankReport], Sections("", {"engine": "engine", "rank": "rank"})] = []
     lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
     totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
-    tasks: dict[str, int] = {}  # answered, by final status; includes engines that have left
+    tasks: Annotated[Counts, Count("tasks answered, those of engines that have left too", "", "status", STATUSES)] = {}
     concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
-    errors: dict[str, int] = {}  # admitted tasks that ended with an error, by code
-    queued: int = 0  # tasks
-    running: int = 0  # tasks
-    straggling: int = 0  # answered tasks that a rank still works on
+    errors: Annotated[Counts, Count("admitted tasks that ended with an error", "task_errors", "code", ERRORS)] = {}
+    queued: Annotated[int, Gauge("tasks admitted and not running", "tasks_queued")] = 0
+    running: Annotated[int, Gauge("tasks running", "tasks_running")] = 0
+    straggling: Annotated[int, Gauge("answered tasks that a rank still works on", "tasks_straggling")] = 0
     paused: bool = False  # a pause of [cache] is held
     draining: bool = False  # it stops, or a drain of [cache] is held
     held: list[HoldReport] = []  # the longest first
+    hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
+    misses: Annotated[int, Count("blocks that look-ups did not find; includes engines that have left")] = 0
+    acts: list[ActReport] = []  # the last that were done, the newest first
+    reload_refused: str = ""  # why the last reload was refused; empty once one has succeeded
     argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks
     results_kept: int = 0  # for repeated pushes
     result_bytes: int = 0  # of these
-    rejects: dict[str, int] = {}  # requests refused, by code; includes engines that have left
-    barrier: BarrierReport = msgspec.field(default_factory=BarrierReport)
-    refused: dict[str, int] = {}  # connections and HTTP requests refused, by reason
+    rejects: Annotated[Counts, Count("requests refused, those of engines that have left too", "", "code", REJECTS)] = {}
+    barrier: Annotated[BarrierReport, Sections("barrier_")] = msgspec.field(default_factory=BarrierReport)
+    refused: Annotated[Counts, Count("connections and HTTP requests refused", "", "reason")] = {}
     users: UsersReport = msgspec.field(default_factory=UsersReport)
     cache: CacheReport = msgspec.field(default_factory=CacheReport)
-    host: HostReport = msgspec.field(default_factory=HostReport)
+    host: Annotated[HostReport, Sections("host_pool_")] = msgspec.field(default_factory=HostReport)
     degraded: list[str] = []  # why ranks are slower than they should be
-    staging: StagingReport = msgspec.field(default_factory=StagingReport)
-    memory: MemoryReport = msgspec.field(default_factory=MemoryReport)
-    storage: StorageReport = msgspec.field(default_factory=StorageReport)
+    staging: Annotated[StagingReport, Sections("staging_")] = msgspec.field(default_factory=StagingReport)
+    memory: Annotated[MemoryReport, Gauge("bytes that the daemon holds, by purpose", "memory_bytes", "owner")] = (
+        msgspec.field(default_factory=MemoryReport)
+    )
+    storage: Annotated[StorageReport, Sections("storage_", {"backend": "backend"})] = msgspec.field(
+        default_factory=StorageReport
+    )
     pd: PdReport = msgspec.field(default_factory=PdReport)
-    events: EventsReport = msgspec.field(default_factory=EventsReport)
-    traces: TracesReport = msgspec.field(default_factory=TracesReport)
-    server: ServerReport = msgspec.field(default_factory=ServerReport)
-    effects_failed: dict[str, int] = {}  # instructions whose effect raised (a bug), by kind
-    log_dropped: int = 0  # log lines that did not fit or could not be written
-    log_left_out: int = 0  # log lines beyond their kind's rate limit
+    events: Annotated[EventsReport, Sections("")] = msgspec.field(default_factory=EventsReport)
+    traces: Annotated[TracesReport, Count("traces of tasks, by outcome", label="outcome")] = msgspec.field(
+        default_factory=TracesReport
+    )
+    server: Annotated[ServerReport, Sections("")] = msgspec.field(default_factory=ServerReport)
+    effects_failed: Annotated[Counts, Count("instructions whose effect raised (a bug)", "", "effect", EFFECTS)] = {}
+    log_dropped: Annotated[int, Count("log lines that did not fit or could not be written")] = 0
+    log_left_out: Annotated[int, Count("log lines beyond their kind's rate limit")] = 0
     layout: LayoutReport = msgspec.field(default_factory=LayoutReport)
     configured: dict[str, Any] = {}  # the settings that an engine must share
-    engines: dict[str, EngineReport] = {}  # by name
+    engines: Annotated[dict[str, EngineReport], Sections("engine_", {"engine": ""})] = {}  # by name
     engines_leaving: int = 0  # engines that have lost their name and wait for their last bytes
 
 
@@ -476,4 +563,18 @@ def _plain(value: Any) -> Any:
 
 def read(data: Mapping[str, Any]) -> Report:
     """The report of a daemon, of this or another version, from its plain data."""
-    return convert(data, Report)
+    report = convert(data, Report)
+    if "hits" not in data:  # a daemon of 0.3.0 counts loads only
+        report.hits, report.misses = report.storage.hits, report.storage.misses
+    as_levels(report.storage)
+    return report
+
+
+def as_levels(storage: StorageReport) -> None:
+    """Give a store of one backend its one level. Daemons of 0.3.0 have none for such a store."""
+    if not storage.levels and storage.backend != NO_BACKEND:
+        shared = {name: getattr(storage, name) for name in StoreFigures.__struct_fields__}
+        shared |= {"evictions": storage.evictions or 0, "capacity": storage.capacity or None}
+        level = LevelReport(name=storage.backend, disks=storage.disks or [], **shared)
+        level.available = (level.breaker or "closed") == "closed"
+        storage.levels = [level]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 RECENT = 1024
 FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
 _BAD = frozenset({Status.FAILED, Status.EXPIRED})
+_LOOKED_UP = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
 
 LATENCY_BUCKETS_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05),
@@ -74,10 +75,22 @@ class TaskLog:
     """Two bounded rings of ended tasks, newest last, and the observers of each task. One log for all engines.
 
     observers: called in order for each ended task, on the event loop; they must not raise.
+    leaving: called with the name of an engine that has left.
     errors: how many ended with an error, by code.
+    found, missing: blocks of look-ups by engine; "" has those of engines that have left. An engine that asks no
+    look-ups looks its blocks up by reading them.
     """
 
-    def __init__(self, clock: Clock = SYSTEM_CLOCK, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self,
+        clock: Clock = SYSTEM_CLOCK,
+        observers: Sequence[Observer] = (),
+        leaving: Sequence[Callable[[str], None]] = (),
+    ) -> None:
+        self.found: Counter[str] = Counter()
+        self.missing: Counter[str] = Counter()
+        self._asking: set[str] = set()  # engines that ask before they read
+        self._leaving = tuple(leaving)
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
         self.errors: Counter[str] = Counter()
@@ -105,49 +118,64 @@ class TaskLog:
             self.failed.append(entry)
         if failed and result.error is not None:
             self.errors[result.error.code] += 1
+        if task.lane is Lane.READ and engine not in self._asking and result.status in _LOOKED_UP:
+            self._count(engine, task.blocks, len(result.block_ids))
         for observer in self._observers:
             observer(engine, task, result, ran)
 
+    def looked_up(self, engine: str, blocks: int, found: int) -> None:
+        """Count one look-up of so many blocks."""
+        self._asking.add(engine)
+        self._count(engine, blocks, found)
 
-class _Durations:
-    """The tasks of one kind and status, by their duration."""
+    def _count(self, engine: str, blocks: int, found: int) -> None:
+        self.found[engine] += found
+        self.missing[engine] += blocks - found
 
-    def __init__(self) -> None:
-        self._counts = [0] * (len(LATENCY_BUCKETS_S) + 1)  # the last: longer than every bound
-        self.sum = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self._counts[bisect_left(LATENCY_BUCKETS_S, seconds)] += 1
-        self.sum += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, how many took at most that long), as Prometheus has them."""
-        bounds = [str(float(bound)) for bound in LATENCY_BUCKETS_S]
-        return list(zip([*bounds, "+Inf"], accumulate(self._counts), strict=True))
+    def left(self, engine: str) -> None:
+        """Add the counts of an engine that has left to those of all others that have: names come and go for months."""
+        self._asking.discard(engine)
+        for counts in (self.found, self.missing):
+            counts[""] += counts.pop(engine, 0)
+        for leaves in self._leaving:
+            leaves(engine)
 
 
 @dataclass(slots=True)
 class _Series:
-    """The tasks of one kind."""
+    """The tasks of one engine and kind. durations: how many took how long, by LATENCY_BUCKETS_S, then their sum."""
 
-    durations: dict[Status, _Durations] = field(default_factory=lambda: {status: _Durations() for status in ENDED})
+    durations: dict[Status, list[float]] = field(
+        default_factory=lambda: {status: [0] * (len(LATENCY_BUCKETS_S) + 2) for status in ENDED}
+    )
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
 
+    def add(self, other: _Series) -> None:
+        for status, took in other.durations.items():
+            self.durations[status] = [sum(both) for both in zip(self.durations[status], took, strict=True)]
+        self.stages = {stage: seconds + other.stages[stage] for stage, seconds in self.stages.items()}
+        self.missed = {cause: count + other.missed[cause] for cause, count in self.missed.items()}
+
 
 class TaskMetrics:
-    """How long tasks took, where the time went, and missed deadlines, of all engines together.
+    """How long tasks took, where the time went, and missed deadlines, by engine; "" has those that have left.
 
     An observer of the task log. A task costs one histogram step and a few additions, so that eight ranks at thousands
     of tasks a second are no burden. Every label value exists from the start, at 0.
     """
 
-    def __init__(self) -> None:
-        self._lanes = {lane: _Series() for lane in Lane}
+    def __init__(self, *engines: str) -> None:
+        """engines: those that are there from the start."""
+        self._engines = {name: _all_kinds() for name in engines}
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        lane = self._lanes[task.lane]
-        lane.durations[result.status].observe(result.duration)
+        if engine not in self._engines:
+            self._engines[engine] = _all_kinds()
+        lane = self._engines[engine][task.lane]
+        took = lane.durations[result.status]
+        took[bisect_left(LATENCY_BUCKETS_S, result.duration)] += 1
+        took[-1] += result.duration
         queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
         for rank in result.ranks:
             queue += rank.queue_s
@@ -159,25 +187,38 @@ class TaskMetrics:
         if result.error is not None and result.error.code == Status.EXPIRED:
             lane.missed[_cause(result)] += 1
 
+    def left(self, engine: str) -> None:
+        gone = self._engines.pop(engine, None)
+        if gone is not None:
+            rest = self._engines.setdefault("", _all_kinds())
+            for name, series in gone.items():
+                rest[name].add(series)
+
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # only a scrape needs it
 
-        text = "From a task's admission to its answer"
-        durations = HistogramMetricFamily("transferd_task_duration_seconds", text, labels=["kind", "status"])
-        for name, lane in self._lanes.items():
-            for status, took in lane.durations.items():
-                durations.add_metric([str(name), str(status)], took.buckets(), took.sum)
-        text = "Seconds that ranks have spent on tasks, all ranks together"
-        stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["kind", "stage"])
-        for name, lane in self._lanes.items():
-            for stage, seconds in lane.stages.items():
-                stages.add_metric([str(name), stage], seconds)
-        text = "Tasks that missed their deadline, by the stage that took most of their time"
-        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["kind", "cause"])
-        for name, lane in self._lanes.items():
-            for cause, count in lane.missed.items():
-                missed.add_metric([str(name), cause], count)
+        text = "from a task's admission to its answer"
+        durations = HistogramMetricFamily("transferd_task_duration_seconds", text, labels=["engine", "kind", "status"])
+        text = "seconds that ranks have spent on tasks, all ranks together"
+        stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["engine", "kind", "stage"])
+        text = "tasks that missed their deadline, by the stage that took most of their time"
+        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["engine", "kind", "cause"])
+        bounds = [*(str(float(bound)) for bound in LATENCY_BUCKETS_S), "+Inf"]
+        for engine, kinds in self._engines.items():
+            for name, kind in kinds.items():
+                labels = [engine, str(name)]
+                for status, (*counts, seconds) in kind.durations.items():
+                    buckets = list(zip(bounds, accumulate(counts), strict=True))
+                    durations.add_metric([*labels, str(status)], buckets, seconds)
+                for stage, seconds in kind.stages.items():
+                    stages.add_metric([*labels, stage], seconds)
+                for cause, count in kind.missed.items():
+                    missed.add_metric([*labels, cause], count)
         yield from (durations, stages, missed)
+
+
+def _all_kinds() -> dict[Lane, _Series]:
+    return {lane: _Series() for lane in Lane}
 
 
 def _cause(result: TaskResult) -> str:

@@ -34,11 +34,11 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from transferd.config import Config, StorageSection
+from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
@@ -312,6 +312,12 @@ class Storage(abc.ABC):
     shared = False
     # After how many uses an object is copied up from it to the level of storage above.
     promotes_at = 1
+    # Whether it knows all its objects without asking: then it can be the first level, and keep shares for engines.
+    lists = False
+    # Whether its objects can be checked in the background, and by `transferd verify`.
+    scrubs = False
+    # Python packages that it needs besides those of every installation.
+    packages: tuple[str, ...] = ()
     # The most bytes of a chunk. More than the default if a call has a high fixed cost.
     chunk_bytes = CHUNK_BYTES
 
@@ -343,6 +349,29 @@ class Storage(abc.ABC):
         default, `cls(config, clock=clock)`, is for backends of other packages.
         """
         return cls(config, clock=clock)  # type: ignore[call-arg]
+
+    @classmethod
+    def directories(cls, storage: StorageSection) -> list[FileStorageSection]:  # noqa: ARG003 - a default
+        """The settings of each directory of this machine that it would keep objects in, one path each."""
+        return []
+
+    @classmethod
+    def memory_of(cls, config: Config) -> int:  # noqa: ARG003 - a default
+        """Bytes of this machine's memory that it would take: for objects, or for a pool of several nodes."""
+        return 0
+
+    @classmethod
+    def try_out(cls, storage: StorageSection) -> str | None:  # noqa: ARG003 - a default
+        """Store, load and remove one small object. Returns the problem, "" if there is none; None if it cannot try.
+
+        Blocking; for `doctor`.
+        """
+        return None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of objects that lie in this process's own memory."""
+        return int(self.statistics().get("bytes") or 0) if self.slots_at_once == 0 else 0
 
     @abc.abstractmethod
     async def open(self) -> None:
@@ -417,6 +446,20 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:
         """At least objects and bytes (None if the backend cannot know them cheaply)."""
+
+
+def added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The sum of two reports of storages: numbers and lists are added, and the first text that is not empty stays."""
+    total = dict(one)
+    for key, value in other.items():
+        before = total.get(key)
+        if isinstance(value, dict):
+            total[key] = added(before or {}, value)
+        elif before in (None, ""):
+            total[key] = value
+        elif value is not None and not isinstance(value, str):
+            total[key] = before + value
+    return total
 
 
 class Source(Protocol):

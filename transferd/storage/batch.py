@@ -168,22 +168,10 @@ def bare(error: StorageError) -> StorageError:
 
 
 def summary_of(index: LruIndex, counts: Mapping[str, int]) -> dict[str, Any]:
-    """A store's statistics: its objects now, and counts since the start."""
-    return {
-        "objects": len(index),
-        "bytes": index.bytes,
-        "capacity": index.capacity,
-        "in_flight_bytes": index.used - index.bytes,
-        "hits": counts["hits"],
-        "misses": counts["misses"],
-        "corrupt": counts["corrupt"],  # quarantined objects, from reads and the scrub
-        "wrong_length": counts["wrong_length"],
-        "gone": counts["gone"],
-        "errors": counts["errors"],
-        "stored": counts["stored"],
-        "evictions": counts["evictions"],
-        "evicted_for": _evicted_for(counts),
-    }
+    """A store's statistics: its objects now, and counts since the start. corrupt: from reads and the scrub."""
+    known = ("hits", "misses", "corrupt", "wrong_length", "gone", "errors", "stored", "evictions")
+    now = {"objects": len(index), "bytes": index.bytes, "in_flight_bytes": index.used - index.bytes}
+    return now | {name: counts[name] for name in known} | {"evicted_for": _evicted_for(counts)}
 
 
 def _evicted_for(counts: Mapping[str, int]) -> dict[str, int]:

@@ -39,6 +39,7 @@ from transferd.storage.base import (
     Item,
     Outcome,
     Storage,
+    added,
     as_chain,
     chosen,
     chosen_drain,
@@ -113,6 +114,8 @@ class Disks(Storage, Index):
 
     backend = "file"
     promotes_at = FileStorage.promotes_at
+    lists = scrubs = True
+    directories = FileStorage.directories
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
@@ -369,18 +372,11 @@ class Disks(Storage, Index):
 
     def statistics(self) -> dict[str, Any]:
         """The sums over all disks, and each disk's own figures."""
-        each = [disk.statistics() for disk in self._all]
-        total = functools.reduce(_added, each)
-        keys = ("objects", "bytes", "capacity", "errors")
-        rows = [
-            one["disks"][0] | {"problem": "", "failed": disk.lost} | {key: one[key] for key in keys}
-            for disk, one in zip(self._all, each, strict=True)
-        ]
-        return total | {
-            "disks": rows,
-            "disks_failed": len(self._all) - len(self._live),
-            "lost": sum(disk.lost_objects for disk in self._all),
-        }
+        total = functools.reduce(added, [disk.statistics() for disk in self._all])
+        for disk, row in zip(self._all, total["disks"], strict=True):
+            row |= {"problem": "", "failed": disk.lost, "lost": disk.lost_objects}
+        failed = len(self._all) - len(self._live)
+        return total | {"disks_failed": failed, "lost": sum(row["lost"] for row in total["disks"])}
 
 
 async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]:
@@ -393,10 +389,3 @@ async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]
 
 def _is_suspect(outcome: Outcome) -> bool:
     return outcome.error is not None and outcome.error.reason in SUSPECT
-
-
-def _added(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The sums of two reports."""
-    return {
-        key: _added(value, other[key]) if isinstance(value, dict) else value + other[key] for key, value in one.items()
-    }

@@ -85,6 +85,7 @@ class FileStorage(IndexedStorage):
 
     backend = "file"
     promotes_at = 2  # the page cache has what was used once
+    lists = scrubs = True
 
     def __init__(
         self,
@@ -134,6 +135,10 @@ class FileStorage(IndexedStorage):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         return cls(config.storage.file, scrub_rate=config.storage.scrub_rate, clock=clock)
+
+    @classmethod
+    def directories(cls, storage: StorageSection) -> list[FileStorageSection]:
+        return list(storage.file.disks)
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Set the test for plausible objects. `open` sets other files aside."""
@@ -328,8 +333,8 @@ class FileStorage(IndexedStorage):
     def statistics(self) -> dict[str, Any]:
         if self._disk.total and not self._closed:
             self._looking.soon()
-        disk, section = self._disk, self.section
-        disks = {
+        disk, section, found = self._disk, self.section, super().statistics()
+        row = {key: found[key] for key in ("objects", "bytes", "capacity", "errors")} | {
             "path": self._path,
             "total": disk.total,
             "free": disk.free,
@@ -342,7 +347,7 @@ class FileStorage(IndexedStorage):
             "journal_problem": self._journal.problem,
             **self._stuck.statistics(),
         }
-        return super().statistics() | {"disks": [disks], "scrub": self._scrub.statistics()}
+        return found | {"disks": [row], "scrub": self._scrub.statistics()}
 
     async def _release(self) -> None:
         try:

@@ -41,6 +41,7 @@ from transferd.storage.base import (
     Item,
     Outcome,
     Storage,
+    added,
     chosen,
     chosen_drain,
 )
@@ -278,9 +279,8 @@ class JoinedStorage(FrontStorage):
 
     def statistics(self) -> dict[str, Any]:
         """The backend's statistics, plus the answers to riders and the number of objects that followed."""
-        report, more = self._behind.statistics(), self._loads.counts + self._stores.counts
-        report |= {key: (report.get(key) or 0) + more[key] for key in ("hits", "misses", "errors")}
-        return report | {"shared_loads": self._loads.joined, "shared_stores": self._stores.joined}
+        joined = {"shared_loads": self._loads.joined, "shared_stores": self._stores.joined}
+        return added(self._behind.statistics(), self._loads.counts + self._stores.counts) | joined
 
 
 def joined(storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> Storage:

@@ -28,6 +28,8 @@ class MemoryStorage(IndexedStorage):
     """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
+    slots_at_once = 0
+    lists = True
 
     def __init__(self, section: MemoryStorageSection, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(
@@ -44,6 +46,10 @@ class MemoryStorage(IndexedStorage):
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         return cls(config.storage.memory, clock)
+
+    @classmethod
+    def memory_of(cls, config: Config) -> int:
+        return config.storage.memory.capacity
 
     async def open(self) -> None:
         """Start the threads. Raises NoThreads."""

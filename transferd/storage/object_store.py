@@ -40,7 +40,8 @@ import structlog
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
-from transferd.config import Config, ObjectStorageSection
+from transferd.config import Config, ObjectStorageSection, StorageSection
+from transferd.config.rules import check_object
 from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import answered, every, uncancelled
 from transferd.runtime.clock import Clock
@@ -96,6 +97,7 @@ class ObjectStorage(Storage):
     """The objects below one URL of a bucket. Owns its threads from `open` to `close`. See the module."""
 
     backend = "object"
+    packages = ("obstore",)
     chunk_bytes = CHUNK_BYTES
     asks_first = False
     shared = True
@@ -119,7 +121,12 @@ class ObjectStorage(Storage):
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        check_object(config.storage.object)
         return cls(config.storage.object, clock=clock)
+
+    @classmethod
+    def try_out(cls, storage: StorageSection) -> str:
+        return try_out(storage.object)
 
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.

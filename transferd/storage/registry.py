@@ -8,6 +8,7 @@ imported, so a missing extra matters only to those who use it.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 from transferd.config import Config, LevelSection
 from transferd.errors import ConfigError
@@ -55,6 +56,8 @@ def create_storages(
 
     keyed: replaces the configured keyed storage. Raises ConfigError.
     """
+    if keyed is None:
+        _check(config, backends_of(config))
     tokens = create_token_storage(config, clock, keyed)
     if tokens is not None:
         return tokens, tokens.keyed
@@ -81,17 +84,50 @@ def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | Non
     return LevelsStorage(made, clock)
 
 
+def backends_of(config: Config) -> list[type[Storage]]:
+    """The classes of the keyed backends that a configuration names, the fastest first. Raises ConfigError."""
+    storage = config.storage
+    if storage.backend == TOKEN_INDEXED:
+        section = storage.attention_store
+        named = {} if section.driver == "sdk" else {"storage.attention_store.data": [section.data]}
+    else:
+        named = {"storage.levels" if storage.levels else "storage.backend": storage.backends}
+    each = [(key, name) for key, names in named.items() for name in names if name != NO_BACKEND]
+    return [_backend(key, name, config) for key, name in each]
+
+
+def _check(config: Config, backends: Sequence[type[Storage]]) -> None:
+    """Check the settings that only some backends can fulfil; one of another package may be able to. Raises ConfigError.
+
+    backends: the classes of those that hold blocks.
+    """
+    storage = config.storage
+    each = list(zip(storage.backends, backends, strict=False))
+    if storage.scrub_rate and not any(backend.scrubs or ":" in name for name, backend in each):
+        what = f"requires a backend that can list its objects; {storage.title} cannot"
+        raise ConfigError("storage.scrub_rate", what, str(storage.scrub_rate))
+    if not each or each[0][1].lists or ":" in each[0][0]:
+        return
+    if config.engines.storage_share:
+        what = f"requires a backend that knows its own objects; {storage.title} cannot keep shares"
+        raise ConfigError("engines.storage_share", what, config.engines.storage_share)
+    if len(each) > 1:
+        what = "the first level must know its own objects, so that it can keep what is not copied below"
+        raise ConfigError("storage.levels", f"{what}: memory or file", each[0][0])
+
+
 def _create(key: str, name: str, config: Config, clock: Clock) -> Storage | None:
-    if name == NO_BACKEND:
-        return None
+    return None if name == NO_BACKEND else _backend(key, name, config).from_config(config, clock=clock)
+
+
+def _backend(key: str, name: str, config: Config) -> type[Storage]:
     target = name if ":" in name else BACKENDS.get(name)
     if target is None:
         others = [TOKEN_INDEXED, NO_BACKEND] if key == "storage.backend" else [NO_BACKEND]
         known = ", ".join([*BACKENDS, *others])
         raise ConfigError(key, f"expected one of {known}, or package.module:Class", name)
-    if name == "file" and len(config.storage.file.paths) > 1:
-        target = SEVERAL_DISKS
-    return _load(key, name, target).from_config(config, clock=clock)
+    backend = _load(key, name, target)
+    return _load(key, name, SEVERAL_DISKS) if len(backend.directories(config.storage)) > 1 else backend
 
 
 def _load(key: str, name: str, target: str) -> type[Storage]:

@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ import structlog
 from transferd.control.byte_ranges import WindowGrid
 from transferd.errors import DeviceLost, InvariantError, StillRunning, StorageFull, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
+from transferd.observability.report import LaneReport, RankReport
 from transferd.runtime.aio import resumed
 from transferd.runtime.threads import Direction, whose
 from transferd.storage.lru import Use
@@ -44,23 +44,13 @@ Arrive = Callable[[Job, RankOutcome], None]
 Died = Callable[[int, str], None]
 
 
-@dataclass(slots=True)
-class LaneCounters:
-    """Counts for one lane of one rank, since the daemon started."""
-
-    running: int = 0
-    done: int = 0
-    failed: int = 0
-    bytes: int = 0
-
-
 class RankWorker:
     """Runs jobs on one rank. Owns the rank's device tier, host pool and staging through its context."""
 
     def __init__(self, context: RankContext) -> None:
         self.context = context
         self.rank = context.rank
-        self.lanes = {lane: LaneCounters() for lane in Lane}
+        self.lanes = {lane: LaneReport() for lane in Lane}
         self._reader = reader = Reader(context, context.storage)
         swap, writer = Swapper(context), Writer(context)
         self._handlers: dict[Lane, Callable[[Job], Awaitable[RankOutcome]]] = {
@@ -311,26 +301,18 @@ class RankWorker:
         """The number of keys that reads named and storage did not have."""
         return self._reader.missed
 
-    def statistics(self) -> dict[str, Any]:
-        """rank, device, the tier's own statistics, and per lane: running, done, failed, bytes.
-
-        (The dispatcher counts queued tasks.)
-        """
-        return {
-            "rank": self.rank,
-            "device": self.context.device.device,
-            "tier": self.context.device.statistics(),
-            "lanes": {
-                str(name): {
-                    "running": lane.running,
-                    "done": lane.done,
-                    "failed": lane.failed,
-                    "bytes": lane.bytes,
-                }
-                for name, lane in self.lanes.items()
-            },
-            "background": len(self.context.background),
-        }
+    def statistics(self, queued: Mapping[str, int], late_s: float = 0.0) -> RankReport:
+        """queued: the tasks of each lane that wait; all ranks share the dispatcher's queue. late_s: see RankReport."""
+        device = self.context.device
+        return RankReport(
+            rank=self.rank,
+            device=device.device,
+            tier=device.statistics(),
+            lanes={str(one): msgspec.structs.replace(lane, queued=queued[one]) for one, lane in self.lanes.items()},
+            background=len(self.context.background),
+            engine=self.context.engine,
+            late_s=late_s,
+        )
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from transferd.runtime.descriptors import OTHERS
 from transferd.runtime.limits import memory_total
 from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
+from transferd.storage.registry import backends_of
 from transferd.storage.room import DiskState, misfit
 from transferd.wire.credentials import resolve_uids, users_problem, users_visible
 from transferd.wire.obstacle import obstacle_at
@@ -59,6 +60,11 @@ class Patient:
     machine: Machine
     config: Config
     plan: Plan
+
+    @property
+    def directories(self) -> list[FileStorageSection]:
+        """The settings of each directory that the store would keep objects in."""
+        return [one for kind in backends_of(self.config) for one in kind.directories(self.config.storage)]
 
 
 def ok(name: str, found: str) -> Diagnosis:
@@ -145,9 +151,9 @@ def numa(patient: Patient) -> Diagnosis:
 
 
 def store(patient: Patient) -> Diagnosis:
-    if "file" not in patient.config.storage.backends:
+    if not (sections := patient.directories):
         return ok("store", f"no directory: the backend is {patient.config.storage.title}")
-    each = [_store_at(patient.machine, disk, disk.paths[0]) for disk in patient.config.storage.file.disks]
+    each = [_store_at(patient.machine, section, section.paths[0]) for section in sections]
     if problem := memory_above_files(patient.config):
         each.append(warn("store", problem, "set storage.file.direct_io = true, or drop the memory level"))
     return max(each, key=lambda one: list(Level).index(one.level))
@@ -155,8 +161,9 @@ def store(patient: Patient) -> Diagnosis:
 
 def memory_above_files(config: Config) -> str:
     """Why a memory level is useless; "" if it may help, or if the size of a block is not known yet."""
-    levels = config.storage.levels
-    if levels[:2] != ["memory", "file"] or config.storage.file.direct_io or config.cache is None:
+    kinds = backends_of(config)
+    below = kinds[1].directories(config.storage) if len(kinds) > 1 else []
+    if not below or kinds[0].slots_at_once != 0 or below[0].direct_io or config.cache is None:
         return ""
     block = build_layout(config.cache).block_bytes
     if block < LARGE_BLOCK:
@@ -187,11 +194,11 @@ def _store_at(machine: Machine, section: FileStorageSection, path: str) -> Diagn
 
 def direct_io(patient: Patient) -> Diagnosis:
     """Whether direct I/O works. Reported either way, because the file store works without it."""
-    if "file" not in patient.config.storage.backends:
+    if not (sections := patient.directories):
         return ok("direct I/O", f"no directory: the backend is {patient.config.storage.title}")
-    wanted = patient.config.storage.file.direct_io
-    for path in patient.config.storage.file.paths:
-        there = patient.machine.existing(path)
+    wanted = sections[0].direct_io
+    for section in sections:
+        there = patient.machine.existing(section.paths[0])
         problem = patient.machine.direct_io(there)
         if problem and wanted:
             return fail("direct I/O", f"{there} refuses it ({problem})", "set storage.file.direct_io to false")
@@ -299,18 +306,14 @@ def gpu(patient: Patient) -> Diagnosis:
 
 def bucket(patient: Patient) -> Diagnosis:
     """Whether an object can be stored, loaded and removed with the credentials of this environment."""
-    section = patient.config.storage.object
-    if "object" not in patient.config.storage.backends:
+    found = [kind.try_out(patient.config.storage) for kind in backends_of(patient.config)]
+    problem = next((one for one in found if one is not None), None)
+    if problem is None:
         return ok("bucket", "not used")
-    if not patient.machine.module("obstore"):
-        return fail("bucket", "the Python package obstore is missing", "pip install 'transferd[object]'")
-    from transferd.storage.object_store import try_out
-
-    problem = try_out(section)
     if problem:
         remedy = "check the network, storage.object and the credentials; run the doctor with the daemon's environment"
         return fail("bucket", problem, remedy)
-    return ok("bucket", f"{section.url}: an object was stored, loaded and removed")
+    return ok("bucket", f"{patient.config.storage.object.url}: an object was stored, loaded and removed")
 
 
 def mooncake(patient: Patient) -> Diagnosis:

@@ -17,6 +17,7 @@ from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.errors import ConfigError
 from transferd.runtime.address import host_and_port
 from transferd.storage.mooncake.join import Dialled, check_section, reachable
+from transferd.storage.registry import backends_of
 
 PACKAGES = ("fastdeploy-gpu", "fastdeploy-xpu", "fastdeploy")
 RUN_WITH = ("2.5", "2.6")  # and develop
@@ -37,7 +38,8 @@ def plans(machine: Machine, backend: str) -> Iterator[Diagnosis]:
     except ConfigError as error:
         yield fail(f"{NAME}'s storage", str(error), "correct that variable")
         return
-    yield _pool(machine, config) if backend == "mooncake" else _stored(config)
+    shared = any(kind.shared for kind in backends_of(config))
+    yield _pool(machine, config) if shared else _stored(config)
 
 
 def _version(machine: Machine) -> Diagnosis:

@@ -23,11 +23,10 @@ from transferd.config import Config, LevelSection, Reserve
 from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
 from transferd.storage.base import Storage
-from transferd.storage.file import FileStorage
+from transferd.storage.registry import backends_of
 from transferd.storage.room import disk_for
 
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
-KNOWN = ("memory", "file")  # backends of which the daemon knows every object
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
 
 
@@ -40,6 +39,7 @@ class LevelSizes:
     capacity: int | None = None  # bytes, as configured; None if unknown, because others share it
     reserve: Reserve | None = None  # what it leaves free on its disk; None if it has no disk of its own
     promote: int = 0  # as in `storage.level`
+    known: bool = False  # the daemon knows every object of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,22 @@ class BlockSizes:
             raise ConfigError("cache.device_blocks", problem, plan.layout.device_blocks)
         slot = plan.objects.slot_bytes
 
-        def level(name: str) -> LevelSizes:
-            chosen, kind = storage.level.get(name, LevelSection()).promote, FileStorage if name == "file" else Storage
+        def level(name: str, kind: type[Storage]) -> LevelSizes:
+            chosen, disks = storage.level.get(name, LevelSection()).promote, kind.directories(storage)
             promote = kind.promotes_at if chosen is None else chosen
-            if name == "file":
-                stored, capacity = (
-                    nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK),
-                    sum(d.capacity for d in storage.file.disks),
-                )
-                return LevelSizes(name, stored, capacity, storage.file.reserve, promote)
-            return LevelSizes(name, nbytes(slot), storage.memory.capacity if name == "memory" else None, None, promote)
+            if disks:
+                stored, whole = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK), sum(int(disk.capacity) for disk in disks)
+                return LevelSizes(name, stored, whole, disks[0].reserve, promote, known=kind.lists)
+            capacity = kind.memory_of(config) if kind.slots_at_once == 0 else None
+            return LevelSizes(name, nbytes(slot), capacity, None, promote, known=kind.lists)
 
+        kinds = backends_of(config)
         window = storage.admit_window if storage.admit == "second use" else None
         return cls(
             nbytes(plan.layout.block_bytes),
-            tuple(level(name) for name in storage.backends),
+            tuple(level(*one) for one in zip(storage.backends, kinds, strict=True))
+            if kinds
+            else (LevelSizes(storage.title, nbytes(slot), promote=Storage.promotes_at),),
             blocks,
             plan.sizes.host,
             window,
@@ -215,7 +216,7 @@ def size_point(
         if share < 1.0:
             most = [max(1, int(share * one)) if one else 0 for one in most]
         each = zip(most, footprint.levels, strict=True)
-        return [GivenLevel(one, level.promote, known=level.name in KNOWN) for one, level in each]
+        return [GivenLevel(one, level.promote, known=level.known) for one, level in each]
 
     stored = any(level.capacity for level in levels())
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=stored)

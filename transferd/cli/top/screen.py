@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import UNSET
 from rich.text import Text
 
-from transferd.cli.stats_view import identity
+from transferd.cli.stats_view import hits, identity, outlook, stored
 from transferd.cli.tasks_view import STYLES, where
 from transferd.cli.top.figures import Figures
 from transferd.errors import one_line
-from transferd.observability.units import bar, count, share, size, span, sparkline
+from transferd.observability.report import EngineReport
+from transferd.observability.units import count, size, span, sparkline
 
 SORTS = ("slowest", "newest", "largest")
 KEYS = "q quit   s sort   p pause   ↑↓ choose   enter story   esc back"
 SPARK = 20  # characters of a sparkline
+MOST_CONCERNS = 4
 
 
 @dataclass(slots=True)
@@ -75,26 +76,21 @@ def _head(figures: Figures, view: View) -> list[Text]:
         text += f" {size(kind.bytes_per_s):>10} {span(kind.p50):>8} {span(kind.p99):>8}  {sparkline(kind.history, 16)}"
         lines.append(Text(text))
     lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
-    lines.append(_storage(figures))
-    trouble = view.problem or "; ".join(figures.concerns)
-    lines.append(Text(f"! {one_line(trouble)}", style="yellow") if trouble else Text("all is well", style="green"))
-    return lines
+    if len(report.engines) > 1:
+        lines += [_engine(name, engine) for name, engine in report.engines.items()]
+    for heading, filled, says in stored(report.storage):
+        lines.append(Text.assemble(f"{heading:<10}", filled[: SPARK // 2], " " if filled else "", says))
+    lines += hits(report).split("\n")
+    if view.problem:
+        return [*lines, Text(f"! {one_line(view.problem)}", style="yellow")]
+    return lines + outlook(report, MOST_CONCERNS)
 
 
-def _storage(figures: Figures) -> Text:
-    storage = figures.report.storage
-    stored, capacity = storage.bytes or 0, storage.capacity or 0
-    line = Text(f"storage   {one_line(storage.backend)} ")
-    if capacity:
-        line.append(f"{bar(stored, capacity, 10)} {share(stored, capacity)} full  ")
-    if storage.breaker is not UNSET:
-        line.append(f"breaker {one_line(storage.breaker)}  ", style="" if storage.breaker == "closed" else "red")
-    found, missed = storage.hits, storage.misses
-    now = "-" if figures.hit_share is None else f"{100 * figures.hit_share:.0f} %"
-    line.append(
-        f"hits {now} in 1 min, {share(found, found + missed)} in all  evictions {count(storage.evictions or 0)}"
-    )
-    return line
+def _engine(name: str, engine: EngineReport) -> Text:
+    state = "paused" if engine.paused else "ready" if engine.ready else f"not ready: {one_line(engine.why)}"
+    line = Text(f"{one_line(name)[:20]:<20} {count(engine.totals.tasks_per_s):>6} tasks/s ")
+    line.append(f"{size(engine.totals.bytes_per_s):>9}/s  p99 {span(engine.totals.p99_s):>8}  ")
+    return line.append(state, style="" if state == "ready" else "yellow")
 
 
 def _columns(view: View) -> Text:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transferd.config import LevelSection
@@ -292,33 +292,24 @@ class StoreLevel:
         """Whether no load of this object should go here now."""
         return name in self.stuck or name in self.bad
 
-    def statistics(self, pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
-        found = self.storage.statistics()
-        breaker = found.get("breaker", "closed")
+    def statistics(self, found: Mapping[str, Any], pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
+        """Its own figures beside `found`, those of its storage."""
+        calls = (self.loads, self.stores, self.lookups)
         return {
+            "objects": None,
+            "bytes": None,
+            **found,
+            **{name: self.counts[name] for name in ("copied", "promoted", "prefetched")},
             "name": self.name,
             "backend": self.storage.backend,
-            "objects": found.get("objects"),
-            "bytes": found.get("bytes"),
-            "capacity": found.get("capacity"),
-            "hits": found.get("hits") or 0,
-            "misses": found.get("misses") or 0,
-            "corrupt": found.get("corrupt") or 0,
-            "errors": found.get("errors") or 0,
-            "evictions": found.get("evictions") or 0,
             "pending_bytes": pending_bytes,
             "lost": self.lost.total(),
             "lost_for": {reason: self.lost[reason] for reason in REASONS},
-            "copied": self.counts["copied"],
-            "promoted": self.counts["promoted"],
-            "prefetched": self.counts["prefetched"],
             "kept_bytes": kept_bytes,
-            "slow_calls": sum(one.slow_calls for one in (self.loads, self.stores, self.lookups)),
-            "hanging": sum(one.hanging for one in (self.loads, self.stores, self.lookups)),
+            "slow_calls": sum(one.slow_calls for one in calls),
+            "hanging": sum(one.hanging for one in calls),
             "refuses": refuses,
-            "link_faults": found.get("link_faults") or 0,
-            "bad_link": found.get("bad_link") or "",
             "state": self.state,
             "draining_bytes": self.draining_bytes,
-            "available": not self.out_for_stores and breaker == "closed",
+            "available": not self.out_for_stores and found.get("breaker", "closed") == "closed",
         }

@@ -35,6 +35,7 @@ from transferd.storage.base import (
     Outcome,
     PoolNode,
     Storage,
+    added,
     as_chain,
 )
 from transferd.storage.levels.base import Levels, Proof
@@ -407,37 +408,34 @@ class LevelsStorage(Storage, Index, Levels):
     # --- reports ------------------------------------------------------------------------------------
 
     @property
+    def memory_bytes(self) -> int:
+        return sum(level.storage.memory_bytes for level in self.all_levels)
+
+    @property
     def carried_bytes(self) -> int:
         """Memory for copies between levels, besides the levels' own memory."""
         carries = sum(one.carry.nbytes for one in self.write_backs) + self._prefetcher.carry.nbytes
         return carries + self._promotions.buffers.nbytes
 
     def statistics(self) -> dict[str, Any]:
+        """The sums over all levels, and each level's own figures. It answers if a level does.
+
+        Objects and bytes: of the level with the most. Capacity: of the lowest level that has one.
+        """
         kept = self._prefetcher.kept_bytes
         backs = {one.level.number: (one.pending_bytes, kept(one.level), one.refuses) for one in self.write_backs}
         each = [level.storage.statistics() for level in self.all_levels]
-        rows = [level.statistics(*backs.get(level.number, (0, kept(level), ""))) for level in self.all_levels]
-        report: dict[str, Any] = {}
-        for one in each[::-1]:  # what only one of them has: disks, the figures of a pool
-            report = one | report
-        for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
-            if any(key in one for one in each):
-                report[key] = sum(one.get(key) or 0 for one in each)
-        return (
-            report
-            | {
-                "backend": self.backend,
-                "objects": max((row["objects"] or 0 for row in rows), default=0),
-                "bytes": max((row["bytes"] or 0 for row in rows), default=0),
-                "hits": self._hits,
-                "misses": self._misses,
-                "corrupt": sum(row["corrupt"] for row in rows),
-                "errors": sum(row["errors"] for row in rows),
-                "levels": rows,
-                "warming_bytes": self._prefetcher.warming_bytes,
-            }
-            | self.keeper.statistics()
-        )
+        rows = [
+            level.statistics(found, *backs.get(level.number, (0, kept(level), "")))
+            for level, found in zip(self.all_levels, each, strict=True)
+        ]
+        report = functools.reduce(added, each)
+        report |= {key: max((one.get(key) or 0 for one in each), default=0) for key in ("objects", "bytes")}
+        report |= next(({"capacity": one["capacity"]} for one in each[::-1] if one.get("capacity")), {})
+        if "breaker" in report and any(row["available"] for row in rows):
+            report["breaker"] = "closed"
+        own = {"backend": self.backend, "hits": self._hits, "misses": self._misses, "levels": rows}
+        return report | own | {"warming_bytes": self._prefetcher.warming_bytes} | self.keeper.statistics()
 
     def __repr__(self) -> str:
         return f"LevelsStorage({self.backend})"

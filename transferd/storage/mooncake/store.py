@@ -98,6 +98,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     """
 
     backend = "mooncake"
+    packages = ("mooncake",)
     chunk_bytes = MOST_BYTES
     shared = True
     tries = 2  # a damaged object is read once more
@@ -139,6 +140,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
         if storage.key_schema == "transferd" and config.cache is not None:
             layout = build_layout(config.cache)
         return cls(storage.mooncake, model=storage.model, layout=layout, clock=clock, set_up=set_up)
+
+    @classmethod
+    def memory_of(cls, config: Config) -> int:
+        section = config.storage.mooncake
+        segments = config.cache.ranks if section.segment_per_rank and config.cache is not None else 1
+        return segments * section.global_segment_size + section.local_buffer_size
 
     # --- life ---------------------------------------------------------------------------------------
 
