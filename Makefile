@@ -17,7 +17,7 @@ MODULE ?= control/dispatcher
 FOLDERS ?= control config runtime workers
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check sglang-gains lmcache-check lmcache-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check sglang-gains lmcache-check lmcache-gains clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -76,11 +76,13 @@ hostile: $(TEST_STAMP) ## a standing adversary of other users, as root: make hos
 soak: $(TEST_STAMP) ## a flood of tasks and a mixed load with faults: make soak MINUTES=30; writes docs/faults.md
 	$(BIN)/python -m tests.machine.soak.soak --minutes $(MINUTES) --write
 
-wheel: $(STAMP) ## a wheel in dist/; works without a compiler, too, and copies more slowly then
-	rm -rf build
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+wheel: $(STAMP) ## a wheel of this Python in dist/, and for which Pythons it is; works without a compiler, too, and copies more slowly then
+	@bash scripts/wheels $(BIN)/python
 
-wheels: $(STAMP) ## wheels for all supported Pythons in dist/, by cibuildwheel (needs docker)
+wheels: ## wheels in dist/ for each supported Python that is here, each of them tried; no docker
+	@bash scripts/wheels
+
+manylinux: $(STAMP) ## wheels for all supported Pythons and any Linux in dist/, by cibuildwheel (needs docker)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'cibuildwheel>=2.21,<4'
 	TRANSFERD_COMMIT=$$(git rev-parse HEAD) $(BIN)/python -m cibuildwheel --output-dir dist
 

@@ -14,32 +14,21 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
 GENERATED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
-DECISIONS, INDEX = ROOT / "docs" / "adr", "adr/index.md"
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages whose text lies outside docs/, and a list of the decisions."""
+    """Add the pages whose text lies outside docs/."""
     for name, source in GENERATED.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, INDEX, content=_decisions()))
     return files
-
-
-def _decisions() -> str:
-    """The page that lists the decisions."""
-    lines = ["# Decisions", "", "One page for each, with its context and its alternatives.", ""]
-    for path in sorted(DECISIONS.glob("*.md")):
-        title, _, _ = path.read_text(encoding="utf-8").partition("\n")
-        lines.append(f"* [{title.removeprefix('# ')}]({path.name})")
-    return "\n".join(lines) + "\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:  # noqa: ARG001 - mkdocs' names
     """Lead each link to its page. What is no page becomes its path, as code; --strict refuses what leads nowhere."""
     at = ROOT if page.file.src_uri in GENERATED else (ROOT / "docs" / page.file.src_uri).parent
     depth = page.file.src_uri.count("/")
-    pages = {(ROOT / source).resolve(): name for name, source in GENERATED.items()} | {DECISIONS: INDEX}
+    pages = {(ROOT / source).resolve(): name for name, source in GENERATED.items()}
 
     def led(match: re.Match[str]) -> str:
         target = (at / match[2]).resolve()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import fastdeploy_pattern, table
+from benchmarks import fastdeploy_pattern, first_token, table
 from benchmarks.growth import axis, dispatch
 from benchmarks.growth.picture import picture
 from transferd.cli.bench import control, copy
@@ -195,3 +195,11 @@ def test_the_docs_quote_exactly_what_is_in_the_results() -> None:
         )
     growth = json.loads((table.ROOT / "benchmarks" / "results" / "growth.json").read_text(encoding="utf-8"))
     assert (table.ROOT / "docs" / "growth.svg").read_text(encoding="utf-8") == picture(growth["axes"])
+
+
+def test_the_picture_of_first_tokens_shows_what_was_measured() -> None:
+    drawn = first_token.picture(first_token.results())
+    assert first_token.PICTURE.read_text(encoding="utf-8") == drawn
+    texts = [one.text for one in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert len(texts) == 1 + 2 * len(first_token.BARS)
+    assert texts[texts.index("no storage") + 1] == "1,171"

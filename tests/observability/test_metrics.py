@@ -440,7 +440,7 @@ async def test_status_is_the_stats_report_with_every_key_of_the_contract(daemon:
 
 async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
     docs = Path(__file__).parents[2] / "docs"
-    text = (docs / "metrics.md").read_text() + (docs / "operations.md").read_text()  # the pool's are beside the pool
+    text = (docs / "metrics.md").read_text() + (docs / "mooncake.md").read_text()  # the pool's are beside the pool
     listed: set[str] = set()
     for written in re.findall(r"`(transferd_[a-z_{},]+)", text):
         names = [""]

@@ -15,7 +15,7 @@ from tests.support.simulation.store_world import live
 
 SEEDS = min(int(os.environ.get("SEEDS", "24")), 20_000)
 PARTS = 3
-KNOWN = frozenset({"purge"})
+KNOWN: frozenset[str] = frozenset()
 
 
 @pytest.mark.parametrize("part", range(PARTS))

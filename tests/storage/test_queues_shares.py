@@ -84,11 +84,14 @@ def test_an_engine_takes_over_its_spaces_ownerless_objects_alone() -> None:
     assert held(index, A) == 100
     index.claim(B, "m/f", 0.1)
     assert (held(index, A), held(index, B)) == (100, 0)
+    index.find(chain("m", 4), Use(owner=B))
+    assert (held(index, A), held(index, B)) == (60, 40), "the first use shows whose they are"
+    index.find(chain("m", 10), Use(owner=A))
     index.find(chain("m", 10), Use(owner=B))
-    assert held(index, A) == 100, "a look-up of another engine takes nothing away"
+    assert (held(index, A), held(index, B)) == (60, 40), "a later look-up of another engine takes nothing away"
     index.disown(A)
     index.claim(C, "m/f", 0.0)
-    assert (held(index, A), held(index, C)) == (0, 100)
+    assert (held(index, A), held(index, B), held(index, C)) == (0, 40, 60)
     index.adopt([])
     assert sum(one.used for one in index.accounts()) == index.used
 

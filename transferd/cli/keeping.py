@@ -64,20 +64,24 @@ def purge(
     did = "would remove" if dry_run else "removed"
     tree: dict[str, Any] = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
     if not dry_run:
-        tree |= {"complete": purged.complete, "not_reached": purged.not_reached, "kept_by": purged.kept_by}
+        tree |= {"complete": purged.complete} | {key: purged[key] for key in ("not_reached", "kept_by", "shared")}
     daemon.show(tree, f"{did} {purged.objects} objects, {purged.bytes} bytes{_not_reached(purged)}")
     raise typer.Exit(0 if purged.complete else NOT_REACHED)
 
 
 def _not_reached(purged: Purged) -> str:
     """What a purge has left, and when that goes."""
-    if purged.complete:
-        return ""
+    stays = "".join(
+        f"; the level {level} keeps its objects, because others use it: this daemon uses them no more until it restarts"
+        for level in purged.shared
+    )
+    if not purged.not_reached:
+        return stays
     away = ", ".join(purged.not_reached)
     one = len(purged.not_reached) == 1
     goes = "was away: its objects go when it returns" if one else "were away: their objects go when they return"
     kept = f" (the order is on {', '.join(purged.kept_by)})" if purged.kept_by else ""
-    return f"; {away} {goes}{kept or '; if the daemon restarts before, purge again'}"
+    return f"; {away} {goes}{kept or '; if the daemon restarts before, purge again'}{stays}"
 
 
 @asks(timeout=30.0)

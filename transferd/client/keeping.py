@@ -61,7 +61,8 @@ class Keeping:
         Returns the objects and bytes that were removed, once their bytes are gone; an object is one rank's block. New
         loads miss the objects even before that; running loads finish first. Objects that are being stored, and pinned
         ones, are removed as well; what is stored after this returns stays. `complete` says whether no place has any
-        left; `not_reached` names those that may, such as a disk that is away: it removes them when it returns.
+        left; `not_reached` names those that may, such as a disk that is away: it removes them when it returns. A level
+        in `shared`, such as a bucket, keeps them for others, and this daemon does not use them any more.
 
         Clients of a registered engine, and of its user, may purge that engine's objects (the default without `engine`);
         the daemon's user and root may purge everything. Raises RequestError (`not_yours`, `unknown_engine`,

@@ -357,7 +357,7 @@ class LruIndex:
                 self.touch_one(entry, use, depth)
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
-        """Note that `use` has just used a present object, at this depth of its chain. The object keeps its owner."""
+        """Note that `use` has just used a present object, at this depth of its chain. It keeps a known owner."""
         group = entry.group
         assert group is not None
         if entry.kept:
@@ -374,10 +374,24 @@ class LruIndex:
 
     def _move(self, entry: Entry, use: Use, depth: int) -> None:
         """Take an object out of its group, and give it to a use."""
-        group = self.chains.group(use, self._leave_group(entry))
+        guessed = not entry.touched
+        queue = self._leave_group(entry)
+        mine = self._queues.get(use.owner)
+        if guessed and mine is not None and mine.account.present and mine.account.space == space_of(entry.name):
+            queue = self._give(entry, queue, mine)
+        group = self.chains.group(use, queue)
         group.add(entry, depth)
         if self.noted is not None:
             self.noted(entry.name, group.number, depth)
+
+    def _give(self, entry: Entry, queue: Queue, mine: Queue) -> Queue:
+        """Give an object that was found at start to the engine that is the first to use it. Returns its queue."""
+        size = self.size(entry.nbytes)
+        for account, sign in ((queue.account, -1), (mine.account, 1)):
+            account.used += sign * size
+            account.objects += sign
+        self._drop_if_empty(queue)
+        return mine
 
     def forget(self, name: str, entry: Entry | None = None) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. Returns whether it did."""

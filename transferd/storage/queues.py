@@ -3,7 +3,8 @@
 lru.py merges the queues and decides about their objects (docs/adr/0088).
 
 An *owner* is an engine. An object belongs to the engine that stored it. Objects that were found at start, or belong to
-an engine that has left, are taken over by the next engine with objects in the same *space* (model and layout).
+an engine that has left, are taken over by the next engine with objects in the same *space* (model and layout). One that
+was found at start goes on to the engine of that space that is the first to use it.
 
 A *share* is soft. Below it, an owner loses no object to another one; above it, its objects are evicted like all others.
 All owners may use its unused part. The share of an engine that has left stays for a while, because engines restart.

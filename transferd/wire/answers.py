@@ -12,6 +12,8 @@ from transferd.runtime.compat import Self
 class Purged(msgspec.Struct, frozen=True):
     """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block.
 
+    shared: levels that others use too, such as a bucket: they keep their objects. This daemon uses none of these there
+        until it has stored them again, or restarts.
     not_reached: the paths of disks that may still have objects, because they are away: these go when it returns.
     kept_by: the paths of the disks that have the order, and so see to the rest also after a restart of the daemon.
     """
@@ -20,11 +22,12 @@ class Purged(msgspec.Struct, frozen=True):
     bytes: int = 0
     not_reached: list[str] = []
     kept_by: list[str] = []
+    shared: list[str] = []
 
     @property
     def complete(self) -> bool:
         """Whether no place has anything left of it."""
-        return not self.not_reached
+        return not self.not_reached and not self.shared
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.__struct_fields__:
@@ -34,7 +37,8 @@ class Purged(msgspec.Struct, frozen=True):
     def __add__(self, other: Purged) -> Purged:
         away = list(dict.fromkeys([*self.not_reached, *other.not_reached]))
         kept = list(dict.fromkeys([*self.kept_by, *other.kept_by]))
-        return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept)
+        shared = list(dict.fromkeys([*self.shared, *other.shared]))
+        return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept, shared)
 
 
 class Pinned(int):

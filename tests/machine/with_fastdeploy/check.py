@@ -43,7 +43,7 @@ GPU_SITE = Path(__file__).parent / "gpu" / "site"
 VENV = BUILD / "venv"
 PYTHON = VENV / "bin" / "python"
 REQUIREMENTS = Path(__file__).parent / "requirements.txt"
-OLDEST_PYTHON = ROOT / "scripts" / "oldest-python"  # prints a Python 3.10, which FastDeploy's published images have
+PYTHON_OF = ROOT / "scripts" / "python-of"
 RESULT = ROOT / "benchmarks" / "results" / "fastdeploy_real.json"
 SOURCE_VARIABLE = "TRANSFERD_FASTDEPLOY"
 THEIR_TESTS = ("tests/cache_manager", "tests/inter_communicator")
@@ -82,7 +82,7 @@ def stamp() -> Path:
 
 def _interpreter() -> str:
     """FastDeploy's Python if this machine has one that works, else ours."""
-    found = subprocess.run(["bash", str(OLDEST_PYTHON)], capture_output=True, text=True, check=False)
+    found = subprocess.run(["bash", str(PYTHON_OF), "3.10"], capture_output=True, text=True, check=False)
     return found.stdout.strip() if found.returncode == 0 else sys.executable
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
-from transferd.storage.base import STORED, Item
+from transferd.storage.base import STORED, Found, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.keeping import PinState
 from transferd.storage.levels import level
@@ -49,16 +50,46 @@ async def test_a_purge_reaches_what_is_being_copied(open_storage: Open) -> None:
     assert [await one.exists(names) for one in (first, lower)] == [[False] * 4 + [True]] * 2
 
 
-async def test_a_purge_is_refused_where_a_level_cannot_do_it(open_storage: Open) -> None:
+async def test_a_shared_level_keeps_what_is_purged_and_this_node_uses_it_no_more(open_storage: Open) -> None:
     first, pool = MemoryStorage(memory_config(2**20)), gated(MemoryStorage(memory_config(2**20)), "object", asks=True)
     store = await open_storage(stack(first, pool))
-    assert await store.put((name(1), b"a" * 100)) == [STORED]
+    names = [name(1, "old"), name(2, "old"), name(3, "new")]
+    assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 3
+    await store.levels.flush(10)
     keeper = store.storage.keeper
     assert keeper is not None
-    with pytest.raises(RequestError, match="the level object cannot remove objects on request"):
-        await keeper.purge(Selection())
-    assert (await keeper.purge(Selection(), dry_run=True)).objects == 1
-    assert await store.storage.exists([name(1)]) == [True]
+    assert (await keeper.purge(Selection(generation="old"), dry_run=True)).objects == 2
+    purged = await keeper.purge(Selection(generation="old"))
+    assert (purged.objects, purged.shared, purged.complete) == (2, ["object"], False)
+    assert [await one.exists(names) for one in (first, pool)] == [[False, False, True], [True] * 3]
+    assert await store.storage.exists(names) == [False, False, True]
+    assert await store.levels.where(names) == {"memory": [False, False, True], "object": [False, False, True]}
+    got = await store.get(*((one, 100) for one in names))
+    assert [outcome.found for outcome, _ in got] == [Found.MISSING, Found.MISSING, Found.FOUND]
+    assert [store.levels.having(one) for one in names] == [0, 0, 3]
+    assert await store.put((names[0], b"a" * 100)) == [STORED]  # again, and to the pool as well
+    await store.levels.flush(10)
+    await keeper.purge(Selection(names=frozenset([names[2]])))
+    assert await store.levels.where(names) == {"memory": [True, False, False], "object": [True, False, False]}
+
+
+async def test_an_owners_purge_hides_its_space_in_a_shared_level_and_many_purges_hide_all(open_storage: Open) -> None:
+    first, pool = MemoryStorage(memory_config(2**20)), gated(MemoryStorage(memory_config(2**20)), "object", asks=True)
+    store = await open_storage(stack(first, pool))
+    me, other = EngineOwner("me", 1), EngineOwner("other", 1)
+    keeper = store.storage.keeper
+    assert keeper is not None
+    keeper.claim(me, "demo/0123456789abcdef", 0.0)
+    keeper.claim(other, "demo/fedcba9876543210", 0.0)
+    names = [name(1), name(1).replace("0123456789abcdef", "fedcba9876543210")]
+    assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 2
+    await store.levels.flush(10)
+    await keeper.purge(Selection(owner=me))
+    await keeper.purge(Selection(unused_s=1e9))
+    assert (await store.levels.where(names))["object"] == [False, True]
+    for i in range(level.MOST_PURGES):
+        await keeper.purge(Selection(generation=f"old-{i}"))
+    assert (await store.levels.where(names))["object"] == [False, False]
 
 
 async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_apart_from_it(open_storage: Open) -> None:
@@ -83,10 +114,18 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
 
 
 async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, tmp_path: Path) -> None:
-    """The copy to the file level has not even begun."""
-    me, config = EngineOwner("me", 1), file_config(tmp_path / "blocks", 2**20)
-    files = FileStorage(config)
-    lower = gated(files, "file")
+    """The copy to the file level has not even begun. A copy of the directory is what kill -9 leaves at that moment."""
+
+    async def pinned_after_a_kill(moment: str) -> int:
+        shutil.copytree(tmp_path / "blocks", tmp_path / moment)
+        left = FileStorage(file_config(tmp_path / moment, 2**20))
+        await left.open()
+        pinned: int = left.statistics()["pinned"]
+        await left.close()
+        return pinned
+
+    me = EngineOwner("me", 1)
+    lower = gated(FileStorage(file_config(tmp_path / "blocks", 2**20)), "file")
     store = await open_storage(stack(MemoryStorage(memory_config(2**20)), lower))
     keeper = store.storage.keeper
     assert keeper is not None
@@ -96,21 +135,11 @@ async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, t
     await until(lambda: lower.waiting, "the copy has begun")
     pinning = asyncio.ensure_future(keeper.pin(me, [*names, name(9)], 600.0, 0.5))
     await until(lambda: (tmp_path / "blocks" / "orders").read_bytes().count(b'"pin"'))
-    files.abandon()  # as kill -9 would, before the copy
-    before = FileStorage(config)
-    await before.open()
-    assert before.statistics()["pinned"] == 0
-    before.abandon()
-    await files.enter()
+    assert await pinned_after_a_kill("before the copy") == 0
     lower.gate.set()
     assert await pinning == [PinState.DURABLE] * 5 + [PinState.NOT]
     assert keeper.statistics()["pinned"] == 5, "below, and no more in memory"
-    files.abandon()  # and after it
-    again = FileStorage(config)
-    await again.open()
-    assert again.statistics()["pinned"] == 5
-    await again.close()
-    await before.close()
+    assert await pinned_after_a_kill("after the copy") == 5
 
 
 async def test_a_refused_pin_pins_nothing_in_any_level(open_storage: Open, tmp_path: Path) -> None:

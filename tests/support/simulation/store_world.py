@@ -111,6 +111,7 @@ class Story:
         self.calm = loop.time()  # since when the first level is well
         self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.purged: set[str] = set()
+        self.pinned: set[str] = set()  # keys that were ever pinned
         self.started: dict[str, float] = {}
         self.storing: Counter[str] = Counter()
         self.names: dict[str, str] = {}
@@ -220,6 +221,8 @@ class Story:
         self.working.clear()
         self.storing.clear()
         self.drained.clear()
+        if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
+            self.purged.clear()
 
     # --- what happens -------------------------------------------------------------------------------
 
@@ -366,6 +369,7 @@ class Story:
 
     def _pin(self) -> Any:
         keys = self.draw(2)
+        self.pinned |= set(keys)
         return functools.partial(self.clients[keys[0][0]].pin, keys, self.chance.choice([60.0, 2000.0]))
 
     def _unpin(self) -> Any:
@@ -383,13 +387,14 @@ class Story:
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
-            gone = {key for key in gone if self.started.get(key, -1.0) >= self.found_at}
+            known = {key for key in gone if self.started.get(key, -1.0) >= self.found_at}
+            gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         for medium in self.media:
             left = [key for key in gone if medium.has(self.names[key])]
             named = any(str(medium.root) in place for place in missed)
             assert medium.unwell or named or not left, f"purge: {left} lie on {medium.root.name} still"
-        if not missed and "b" not in self.shape:
+        if not missed:
             self.purged |= gone
 
     def _drain(self) -> Any:

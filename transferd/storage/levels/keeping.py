@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
-from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.storage.keeping import Holding, Keeper, PinState, check_pins, first_known
 from transferd.storage.levels.parts import StackParts
@@ -28,7 +27,8 @@ class LevelsKeeper(Keeper):
         self._storing = storing
         each = [(level, level.storage.keeper) for level in parts.levels]
         self._keepers = [keeper for _, keeper in each if keeper is not None]
-        self._without = [level.name for level, keeper in each if keeper is None]
+        self._without = [level for level, keeper in each if keeper is None]
+        self._spaces: dict[Hashable, str] = {}
 
     @property
     def _in_use(self) -> list[Keeper]:
@@ -36,6 +36,7 @@ class LevelsKeeper(Keeper):
         return [keeper for _, keeper in each if keeper is not None] or self._keepers
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
+        self._spaces[owner] = space
         for keeper in self._keepers:
             keeper.claim(owner, space, share)
 
@@ -52,17 +53,17 @@ class LevelsKeeper(Keeper):
         return list(total.values())
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
-        """Remove the objects that fit from every level, and those on their way between levels."""
-        if self._without and not dry_run:
-            what = f"the level {', '.join(self._without)} cannot remove objects on request"
-            how = (
-                "change the generation, which makes them unreachable, and let a rule of the bucket or pool remove them"
-            )
-            raise RequestError(f"{what}: {how}", code="bad_value")
+        """Remove the objects that fit from every level, and those on their way between levels.
+
+        A level that cannot remove objects keeps them, for others; it is in `Purged.shared`, and hides them here.
+        """
         if dry_run:
             return await self._of_all(selection, by, dry_run=True)
         parts = self._parts
         with parts.fences.purge(selection):
+            if selection.unused_s is None:  # of their age there nobody here knows
+                for level in self._without:
+                    level.hidden.purge(selection, self._spaces.get(selection.owner, ""))
             # Only a level has an object's owner and age. With such a selection queued objects stay, and go with their
             # copy above.
             if selection.owner is None and selection.unused_s is None:
@@ -74,7 +75,7 @@ class LevelsKeeper(Keeper):
                 await back.copied()
             await parts.promotions.settled()
             await parts.withdrawn()
-        return total
+        return total + Purged(shared=[level.name for level in self._without])
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
         purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from transferd.errors import StorageError
 from transferd.storage.base import FOUND, Found, Outcome, Storage
 from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
+from transferd.storage.queues import space_of
+from transferd.storage.selection import Selection
 
 MIB = 1024**2
 SAMPLES = 64
@@ -21,6 +24,9 @@ SLOW_CALLS = 3  # after so many calls in a row that were too slow, a level is le
 OUT_S = 5.0  # for so long, and until its calls have ended; then the next call tries it again
 UNKNOWN_S = 5.0  # how long a call may take before any call was measured
 ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
+MOST_PURGES = (
+    256  # that a level without removal remembers; with more, all is hidden that this node has not stored since
+)
 MOST_NAMES = 2**17  # names that are remembered of a level without an index
 
 REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
@@ -109,6 +115,43 @@ class Names:
         return hash(name) in self._names
 
 
+class Hidden:
+    """What purges have named, in a level that keeps it because others use it too.
+
+    This node uses none of it there until it has stored the object again. Hashes of names that collide show a hidden
+    object at most, until the daemon restarts.
+    """
+
+    def __init__(self) -> None:
+        self._purges: dict[tuple[Selection, str], int] = {}
+        self._named = 0  # names in them
+        self._number = 0  # of the latest purge
+        self._anew = Names()
+
+    def purge(self, selection: Selection, space: str) -> None:
+        """Hide what fits. space: of the objects of `selection.owner`; "" for all spaces."""
+        self._number += 1
+        self._named += len(selection.names or ())
+        if len(self._purges) == MOST_PURGES or self._named > MOST_NAMES:
+            selection, space, self._named = Selection(), "", 0
+            self._purges.clear()
+        self._purges[dataclasses.replace(selection, owner=None), space] = self._number
+
+    def stored(self, name: str) -> None:
+        """Note that this node has stored an object there."""
+        if self._purges:
+            self._anew.add(name, self._number)
+
+    def __contains__(self, name: str) -> bool:
+        if not self._purges:
+            return False
+        since = self._anew.get(name) or 0
+        return any(
+            number > since and space in ("", space_of(name)) and selection.fits(name)
+            for (selection, space), number in self._purges.items()
+        )
+
+
 class StoreLevel:
     """See the module.
 
@@ -133,6 +176,7 @@ class StoreLevel:
         self.bad: Counter[str] = Counter()  # names that are being quarantined here
         self._hints = Names()  # when a level that is not `known` said that it has a name
         self._absent = Names()
+        self.hidden = Hidden()
         self._now = now
         self.known = False
         self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
@@ -206,6 +250,11 @@ class StoreLevel:
             self._absent.add(name, self._now() + ABSENT_S)
             self.unsettle(name)
 
+    def wrote(self, name: str) -> None:
+        """Note that this node has stored it there."""
+        self.hidden.stored(name)
+        self.stored(name)
+
     def stored(self, name: str, at: float | None = None) -> None:
         """Note that it has the object. at: when it said so, if not now."""
         self._absent.discard(name)
@@ -223,7 +272,7 @@ class StoreLevel:
     def hint(self, name: str) -> Hint | None:
         """What a level that is not `known` has said of an object last."""
         at = self._hints.get(name)
-        return None if at is None else Hint(at)
+        return None if at is None or name in self.hidden else Hint(at)
 
     def forget_hints(self) -> None:
         """Note that its medium may be another one now."""
@@ -231,7 +280,7 @@ class StoreLevel:
 
     def seems_to_have(self, name: str) -> bool:
         """Whether it has the object, without I/O; answers also while it is left out."""
-        return self.has([name]) == [True] if self.known else name in self._hints
+        return self.has([name]) == [True] if self.known else self.hint(name) is not None
 
     def is_good(self, name: str) -> None:
         """Note that the bad copy of this name has been put aside."""

@@ -85,7 +85,9 @@ class LookUps:
         except StorageError:
             return [False] * len(names)
         level.lookups.ended(self._parts.now() - began)
-        there = [one and name not in level.bad for name, one in zip(names, there, strict=True)]
+        there = [
+            one and name not in level.bad and name not in level.hidden for name, one in zip(names, there, strict=True)
+        ]
         for name, one in zip(names, there, strict=True):
             (level.stored if one else level.missed)(name)
         return there

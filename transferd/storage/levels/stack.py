@@ -36,7 +36,6 @@ from transferd.storage.base import (
     PoolNode,
     Storage,
 )
-from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels, Proof
 from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
@@ -160,8 +159,8 @@ class LevelsStorage(Storage, Index, Levels):
     def index(self) -> Index:
         return self
 
-    @property
-    def keeper(self) -> Keeper | None:
+    @functools.cached_property
+    def keeper(self) -> LevelsKeeper:  # type: ignore[override]
         return LevelsKeeper(self._parts, self._storing)
 
     @property
@@ -425,8 +424,6 @@ class LevelsStorage(Storage, Index, Levels):
         for key in ("wrong_length", "gone", "stored", "evictions", "in_flight_bytes", "shared_loads", "shared_stores"):
             if any(key in one for one in each):
                 report[key] = sum(one.get(key) or 0 for one in each)
-        keeper = self.keeper
-        assert keeper is not None
         return (
             report
             | {
@@ -440,7 +437,7 @@ class LevelsStorage(Storage, Index, Levels):
                 "levels": rows,
                 "warming_bytes": self._prefetcher.warming_bytes,
             }
-            | keeper.statistics()
+            | self.keeper.statistics()
         )
 
     def __repr__(self) -> str:

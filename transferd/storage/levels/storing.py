@@ -250,7 +250,7 @@ class _Store:
             if answer.found is Found.STORED:
                 self._parts.withdraw(level, item.name)
             return
-        level.stored(item.name)
+        level.wrote(item.name)
         stored = item.nbytes if answer.found is Found.STORED else None
         self._storing.save(level, item.name, item.use, item.depth, stored, room)
 

@@ -468,7 +468,7 @@ class WriteBack:
             asked = self._now()
             there = await self.level.storage.exists([one.name for one in asking])
             for one, has in zip(asking, there, strict=True):
-                if has:
+                if has and one.name not in self.level.hidden:
                     self._end(one, "", None, at=asked)
                 else:
                     self.level.missed(one.name)
@@ -533,7 +533,7 @@ class WriteBack:
             error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
         else:
             self.level.counts["copied"] += 1
-            self.level.stored(one.name, at)
+            self.level.wrote(one.name) if at is None else self.level.stored(one.name, at)
         self._answer(one, error if why else None)
         self._settled(one, self.level, why)
         self._wake()
