@@ -75,8 +75,11 @@ class LoopTurns:
 
     def took(self, worker: Worker, seconds: float) -> None:
         """Note what a worker has cost."""
-        self._served = max(worker.spent.at, self._served)
-        worker.spent.at = self._served + seconds
+        worker.spent.at = max(worker.spent.at, self._served) + seconds
+
+    def reached(self, spent: float) -> None:
+        """Note what the one who has cost least of those that are served now has spent."""
+        self._served = max(self._served, spent)
 
     def wait(self, worker: Worker) -> None:
         """Have `worker.work` called in one of the next turns."""
@@ -95,7 +98,7 @@ class LoopTurns:
             return
         self._renew()
         for _ in range(len(self._waiting)):
-            _, _, worker = heapq.heappop(self._waiting)
+            self._served, _, worker = heapq.heappop(self._waiting)
             if not worker.closed:
                 worker.work(SHARE)
             if now() >= self.until:

@@ -36,7 +36,8 @@ REFUSALS = (
     "stalled_message", "out_of_memory",
 )  # fmt: skip
 ACCEPTED_AT_ONCE = 64
-READY_AT_ONCE = 64  # sockets that one call tells of; the next call begins with the others
+READY_AT_ONCE = 256  # sockets that one call tells of; the next call begins with the others
+COSTLIER_S = 0.001  # whoever has cost so much more than those before is worked for after their answers have left
 SHAKES_S = 0.25  # a handshake that takes longer gives its place to a newcomer, once all are taken
 PAUSE_S = 0.5  # after the process ran out of descriptors
 LINGER_S = 0.25  # how long `close` waits for peers that do not read
@@ -102,14 +103,20 @@ class Acceptor:
 
         Who is left over when the turn ends is ready in the next one, too: nothing of it has been read.
         """
-        watched, until = self._watched, self.turns.begin()
+        watched, turns, until = self._watched, self.turns, self.turns.begin()
         more = True
         while more:
             ready = [(watched[descriptor], events) for descriptor, events in self._epoll.poll(0, READY_AT_ONCE)]
             ready.sort(key=lambda one: one[0].spent.at)
             more = len(ready) == READY_AT_ONCE
             self.outbox.hold()
+            cost = ready[0][0].spent.at if ready else 0.0
+            turns.reached(cost)
             for connection, events in ready:
+                if connection.spent.at > cost + COSTLIER_S:
+                    self.outbox.flush()
+                    self.outbox.hold()
+                cost = connection.spent.at
                 connection.ready(events)
                 if now() >= until:
                     more = False
