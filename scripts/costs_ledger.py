@@ -57,8 +57,9 @@ LEDGER = [
     Row("a message", "`server.max_message`; of an observer 64 KiB", NO_USER, "`too_large`, then cut off"),
     Row(
         "time of the event loop: messages of all peers, requests over HTTP",
-        "4 ms and {0} messages in a turn",
-        "{1} messages at a time while others wait; who has cost least goes first; HTTP counts as one peer",
+        "4 ms in a turn",
+        "{0} messages of a peer at a time, {1} of one that has more; who has cost least goes first; HTTP counts as one "
+        "peer",
         "they wait; the daemon reads no more from a peer that waits: at most 16 KiB, the rest stays in its own process",
         ("runtime.loop_turns:FRAMES", "runtime.loop_turns:SHARE"),
     ),

@@ -38,13 +38,13 @@ class Busy:
     def work(self, most: int) -> None:
         self.asked.append(most)
         began = self.time.at
-        for done in range(1, most + 1):  # noqa: B007 - used below
+        for _ in range(most):
             self.log.append(self.name)
             self.pieces -= 1
             self.time.at += self.cost
             if not self.pieces or self.time.at >= self.turns.until:
                 break
-        self.turns.took(self, done, self.time.at - began)
+        self.turns.took(self, self.time.at - began)
         if self.pieces:
             self.turns.wait(self)
 
@@ -62,13 +62,11 @@ async def until_done(*workers: Busy) -> int:
 async def test_a_turn_ends_by_the_clock_whatever_a_piece_costs(time: Time) -> None:
     turns, log = LoopTurns(), list[str]()
     cheap, dear = (Busy(str(cost), turns, time, log, 64, cost) for cost in (TURN_S / 1000, TURN_S))
-    assert turns.left == FRAMES
-    cheap.work(turns.left)
-    assert (cheap.pieces, turns.left) == (0, 0), "all in one turn, which has no place left"
-    await asyncio.sleep(0)
-    dear.work(turns.left)
-    assert dear.pieces == 63
-    assert turns.left == 0
+    assert turns.free
+    cheap.work(FRAMES)
+    assert (cheap.pieces, turns.free) == (0, True), "all in one turn, which has time left"
+    dear.work(FRAMES)
+    assert (dear.pieces, turns.free) == (63, False)
     assert await until_done(dear) >= 63, "one in each turn"
 
 

@@ -1,12 +1,14 @@
 """A program for test_stuck.py, to be run under tests/support/native: one member of a file store refuses for ever.
 
 Member × operation × errno × what the store does meanwhile. In each cell one file or directory refuses one call; all
-else must go on: others' objects are stored, loaded, removed and found again, and the store says which member it is.
+else must go on: others' objects are stored, loaded, removed and found again, and the store says which member it is. The
+list of orders is no such member: a disk that cannot keep it is lost as a whole (docs/adr/0106).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import random
@@ -20,19 +22,26 @@ from typing import Any
 
 import structlog
 
-from tests.storage.harness import Harness, Memory, file_config
+from tests.storage.harness import Harness, Memory, file_config, memory_config
+from tests.support.gated_storage import stack
 from tests.support.native import Faults
 from transferd.cli.verify import verify
+from transferd.errors import StorageError
 from transferd.runtime.clock import Clock
 from transferd.storage import file_io
 from transferd.storage.base import Found
 from transferd.storage.file import FileStorage
+from transferd.storage.keeping import Keeper, PinState
+from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
+from transferd.storage.queues import EngineOwner
+from transferd.storage.selection import Selection
 from transferd.storage.stuck import RETRY_S
 
 ERRORS = (errno.EPERM, errno.EIO, errno.EACCES, errno.ESTALE, errno.EBUSY)
 FILE_CALLS = ("open", "pwrite", "rename", "unlink", "pread", "stat")
-DIRECTORY_CALLS = ("open", "rename", "unlink", "mkdir", "opendir", "stat")
+DIRECTORY_CALLS = ("open", "rename", "unlink", "mkdir", "rmdir", "opendir", "stat")
+OWNER = EngineOwner("e", 1)
 NBYTES, ROOM, MORE = 5000, 8, 4
 MOST_S = 30.0
 
@@ -87,6 +96,11 @@ class Cell:
         self.expect(not wrong, f"{wrong} objects have wrong bytes")
         self.expect(not (all_there and missing), f"{len(missing)} objects are not there: {missing[:1]}")
 
+    @property
+    def keeper(self) -> Keeper:
+        assert self.storage.keeper is not None
+        return self.storage.keeper
+
     async def settle(self) -> None:
         await self.storage._effects.end()
         await self.storage._look()
@@ -104,9 +118,44 @@ async def load(cell: Cell) -> None:
 
 
 async def purge(cell: Cell) -> None:
-    index = cell.storage._index
-    still = await cell.storage.drop([entry for name in OLD if (entry := index.get(name)) is not None])
+    with contextlib.suppress(StorageError):  # it says that one could not be removed
+        await cell.keeper.purge(Selection(frozenset(OLD)))
+    still = sum(name in cell.storage._index for name in OLD)
     cell.expect(still <= 1, f"{still} objects are still stored")
+    await cell.put(NEW)
+
+
+async def prune(cell: Cell) -> None:
+    index = cell.storage._index
+    await cell.storage.drop([entry for name in OLD if (entry := index.get(name)) is not None])
+    removed = await asyncio.to_thread(cell.storage._directory._pruning.finish)
+    cell.expect(removed >= len(OTHERS), f"{removed} of {len(OLD)} empty directories were removed")
+    await cell.put(NEW)
+
+
+async def pin(cell: Cell) -> None:
+    mine = dict(list(OTHERS.items())[:3])
+    held = await cell.keeper.pin(OWNER, list(mine), 600.0, 0.5)
+    cell.expect(all(state is not PinState.NOT for state in held), f"pinned: {held}")
+    await cell.put(NEW)
+    await cell.get(mine)
+    ended = await cell.keeper.unpin(OWNER, None)
+    cell.expect(ended == len(mine), f"{ended} of {len(mine)} pins ended")
+
+
+async def drain(cell: Cell) -> None:
+    """The store as the upper level of two leaves, and what it alone has is stored below."""
+    await cell.storage.close()
+    below = MemoryStorage(memory_config(100 * NBYTES))
+    levels = stack(cell.new(), below)
+    await levels.open()
+    change = await levels.change("file", leaves=True)
+    cell.expect(change.state == "drained", f"it is {change.state}")
+    there = await below.exists(list(OTHERS))
+    cell.expect(all(there), f"{there.count(False)} of {len(there)} objects have not gone below")
+    await levels.close()
+    cell.storage = cell.new()
+    await cell.storage.open()
     await cell.put(NEW)
 
 
@@ -143,7 +192,10 @@ async def run_cell(faults: Faults, root: Path, member: str, path: str, call: str
     await cell.storage.open()
     await cell.put(OLD)
     with faults.armed(call, error, count=-1, path=path):
-        await asyncio.wait_for(row(cell), MOST_S)
+        try:
+            await asyncio.wait_for(row(cell), MOST_S)
+        except StorageError as error:
+            cell.broken.append(f"{cell.what}: {error}")
         await cell.settle()
         stuck = cell.storage.statistics()["disks"][0]
         told = not stuck["stuck"] or (path.strip("/") in stuck["stuck_why"])
@@ -151,7 +203,7 @@ async def run_cell(faults: Faults, root: Path, member: str, path: str, call: str
     cell.storage.set_capacity(ROOM * NBYTES)
     cell.ahead += RETRY_S + 1
     await cell.settle()
-    if row is not restart:  # what could not be read at a start stays unread until the next one
+    if row not in (restart, drain):  # what could not be read at a start stays unread until the next one
         stuck = cell.storage.statistics()["disks"][0]
         cell.expect(not stuck["stuck"], f"mended, and still set aside: {stuck['stuck_why']!r}")
     await cell.put(objects(200, MORE))
@@ -159,7 +211,7 @@ async def run_cell(faults: Faults, root: Path, member: str, path: str, call: str
     return cell
 
 
-ROWS: tuple[Row, ...] = (evict, load, purge, quarantine, scrub, shrink, restart)
+ROWS: tuple[Row, ...] = (evict, load, purge, prune, pin, drain, quarantine, scrub, shrink, restart)
 
 
 async def run(root: Path, errors: Sequence[int]) -> dict[str, Any]:
@@ -176,7 +228,7 @@ async def run(root: Path, errors: Sequence[int]) -> dict[str, Any]:
                 met = False
                 for error in errors:
                     with tempfile.TemporaryDirectory(dir=root) as home:
-                        at = path if call != "opendir" else path.rstrip("/")
+                        at = path.rstrip("/") if call in ("opendir", "rmdir") else path
                         cell = await run_cell(faults, Path(home), member, at, call, error, row)
                     cells += 1
                     broken += cell.broken

@@ -17,8 +17,8 @@ from transferd.storage.stuck import FAILING
 
 DENIED = "storage_denied"
 MET = {"file, open", "file, pwrite", "file, rename", "file, unlink", "file, pread", "file, stat", "directory, open",
-       "directory, rename", "directory, unlink", "directory, opendir", "directory, stat", "quarantine, rename",
-       "quarantine, opendir", "quarantine, stat"}  # fmt: skip
+       "directory, rename", "directory, unlink", "directory, rmdir", "directory, opendir", "directory, stat",
+       "quarantine, rename", "quarantine, opendir", "quarantine, stat"}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", ["native", "Python"])

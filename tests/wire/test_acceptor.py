@@ -226,7 +226,7 @@ async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(place: Pla
     peer.socket.sendall(b"".join(header(0, len(message)) + message for message in messages))
     await until(lambda: len(place.heard) == count, within=30)
     assert [body for _, body in place.heard] == messages
-    assert max(place.by_turn) <= loop_turns.FRAMES
+    assert max(place.by_turn) <= loop_turns.FRAMES + loop_turns.SHARE, "what it reads, and what had waited"
 
 
 async def test_peers_that_send_without_end_leave_others_their_share(place: Place) -> None:
@@ -242,7 +242,34 @@ async def test_peers_that_send_without_end_leave_others_their_share(place: Place
     assert after - before < 4 * 5000 / 2
     place.count_turns()
     await until(lambda: len(place.heard) == 4 * 5000 + 1, within=30)
-    assert max(place.by_turn[1:]) < 2 * loop_turns.FRAMES, "the end of one turn and the next: our count is no turn"
+    assert max(place.by_turn[1:]) <= 4 * (loop_turns.FRAMES + loop_turns.SHARE)
+
+
+async def test_of_all_that_are_ready_those_go_first_that_have_cost_least(place: Place) -> None:
+    peers = {number: place.peer() for number in range(3)}
+    connections = await place.joined(3)
+    for one, spent in zip(connections, (3.0, 1.0, 2.0), strict=True):
+        one.spent.at = spent
+    for number, peer in peers.items():
+        peer.socket.send(header(0, 1) + b"%d" % number)
+    await until(lambda: len(place.heard) == 3)
+    assert [body for _, body in place.heard] == [b"1", b"2", b"0"]
+
+
+async def test_a_turn_that_is_over_leaves_input_in_the_sockets_and_nothing_is_lost(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = [place.peer() for _ in range(90)]
+    connections = await place.joined(90)
+    monkeypatch.setattr(loop_turns, "TURN_S", 0.0)  # every turn is over after one socket
+    watched = [one._events for one in connections]
+    place.count_turns()
+    for peer in peers:
+        peer.socket.send(header(0, 1) + b"a")
+    await until(lambda: len(place.heard) == 90, within=30)
+    assert max(place.by_turn) == 1
+    assert len({peer for peer, _ in place.heard}) == 90
+    assert [one._events for one in connections] == watched
 
 
 # --- memory for what arrives ------------------------------------------------------------------------

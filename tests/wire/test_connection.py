@@ -47,7 +47,7 @@ def stalled(connection: ZmtpConnection) -> int:
     while connection.unread < MIB // 2:
         assert connection.send(bytes(MIB // 4))
         connection.flush()
-    assert connection._blocked
+    assert connection._events & module.OUT
     return connection.unread
 
 

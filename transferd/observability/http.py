@@ -192,7 +192,7 @@ class _Connection(asyncio.Protocol):
         waits, self._received = bool(self._received), self._received + data
         if waits:
             return
-        if self._turns.left:
+        if self._turns.free:
             self.work(1)
         else:
             self._transport.pause_reading()
@@ -205,7 +205,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.resume_reading()
         self._parse(data)
-        self._turns.took(self, 1, now() - began)
+        self._turns.took(self, now() - began)
 
     def _parse(self, data: bytes) -> None:
         if self._http is None:

@@ -1,9 +1,9 @@
 """Turns of the event loop: how long work on request may run before timers and everybody else run again.
 
-Frames of connections and requests over HTTP are worked on in turns. A turn ends by the clock, whatever its work costs,
-and after FRAMES pieces. What comes later in the turn waits for the next one. Who has cost least goes first: each worker
-has a `Spent`, and a worker that was idle starts where the last one served was, so nobody can save time up and nobody
-starves. So an engine that pings waits for one costly request, not for all that many others have asked for.
+Frames of connections and requests over HTTP are worked on in turns. A turn ends by the clock, whatever its work costs.
+What comes later in the turn waits for the next one. Who has cost least goes first: each worker has a `Spent`, and a
+worker that was idle starts where the last one served was, so nobody can save time up and nobody starves. So an engine
+that pings waits for one costly request, not for all that many others have asked for.
 
 Longer work (a look-up of many keys) is done in pieces, one in a turn: `OneATurn`.
 """
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 TURN_S = 0.004
-FRAMES = 64
-SHARE = 16  # pieces for one worker at a time while others wait
+FRAMES = 64  # pieces of one worker at a time
+SHARE = 16  # the same for one that has waited, as others may
 now = time.perf_counter
 
 
@@ -44,7 +44,7 @@ class Worker(Protocol):
     def spent(self) -> Spent: ...
 
     def work(self, most: int) -> None:
-        """Do at least one piece, at most so many, and none after `LoopTurns.until`; then call `LoopTurns.took`."""
+        """Do at least one piece, at most so many, and no other after `LoopTurns.until`; then call `LoopTurns.took`."""
 
 
 class LoopTurns:
@@ -55,7 +55,6 @@ class LoopTurns:
 
     def __init__(self) -> None:
         self.until = 0.0
-        self._left = FRAMES
         self._waiting: list[tuple[float, int, Worker]] = []  # a heap, by what they had spent
         self._numbers = itertools.count()
         self._served = 0.0  # what the last one served had spent
@@ -63,16 +62,24 @@ class LoopTurns:
         self._next: asyncio.Handle | None = None
 
     @property
-    def left(self) -> int:
-        """How many pieces whoever asks may do right now; 0: others wait, or this turn is over."""
+    def free(self) -> bool:
+        """Whether whoever asks may work right now: nobody waits, and this turn is not over."""
         if self._next is None:
             self._renew()
-        return 0 if self._waiting or now() >= self.until else max(0, self._left)
+        return not self._waiting and now() < self.until
 
-    def took(self, worker: Worker, pieces: int, seconds: float) -> None:
-        """Note what a worker has done."""
-        self._left -= pieces
+    def begin(self) -> float:
+        """Begin a turn, for a caller that the loop calls once in each of its own; return when it ends."""
+        self.until = now() + TURN_S
+        return self.until
+
+    def took(self, worker: Worker, seconds: float) -> None:
+        """Note what a worker has cost."""
         worker.spent.at = max(worker.spent.at, self._served) + seconds
+
+    def reached(self, spent: float) -> None:
+        """Note what the one who has cost least of those that are served now has spent."""
+        self._served = max(self._served, spent)
 
     def wait(self, worker: Worker) -> None:
         """Have `worker.work` called in one of the next turns."""
@@ -82,7 +89,7 @@ class LoopTurns:
             self._renew()
 
     def _renew(self) -> None:
-        self._left, self.until = FRAMES, now() + TURN_S
+        self.begin()
         self._next = self._loop.call_soon(self._begin)
 
     def _begin(self) -> None:
@@ -93,8 +100,8 @@ class LoopTurns:
         for _ in range(len(self._waiting)):
             self._served, _, worker = heapq.heappop(self._waiting)
             if not worker.closed:
-                worker.work(max(1, min(SHARE, self._left)))
-            if self._left <= 0 or now() >= self.until:
+                worker.work(SHARE)
+            if now() >= self.until:
                 break
 
 

@@ -4,7 +4,8 @@ Refuses connections beyond the limit at once; the limit is lower if the process 
 Counts and logs every connection that it refuses or breaks off, with the peer.
 
 A peer is its connection: its name is ours and never reused, and its user is known only while the connection lasts. The
-identity that a ZMTP peer may announce is ignored. The sockets are read and written on the event loop.
+identity that a ZMTP peer may announce is ignored. The sockets are read and written on the event loop, which watches one
+epoll for all of them: a turn over many costs one call, and a socket that must wait for the next turn costs none.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from collections.abc import Callable
 import structlog
 
 from transferd.runtime.descriptors import most_connections
-from transferd.runtime.loop_turns import loop_turns
-from transferd.wire.connection import CHUNK, Door, Outbox, ZmtpConnection
+from transferd.runtime.loop_turns import loop_turns, now
+from transferd.wire.connection import Door, Outbox, ZmtpConnection
 from transferd.wire.credentials import credentials_of
 from transferd.wire.endpoint import EndpointLock
 from transferd.wire.shares import MOST_RECEIVED, Places, Room, User
@@ -35,6 +36,8 @@ REFUSALS = (
     "stalled_message", "out_of_memory",
 )  # fmt: skip
 ACCEPTED_AT_ONCE = 64
+READY_AT_ONCE = 256  # sockets that one call tells of; the next call begins with the others
+COSTLIER_S = 0.001  # whoever has cost so much more than those before is worked for after their answers have left
 SHAKES_S = 0.25  # a handshake that takes longer gives its place to a newcomer, once all are taken
 PAUSE_S = 0.5  # after the process ran out of descriptors
 LINGER_S = 0.25  # how long `close` waits for peers that do not read
@@ -74,12 +77,51 @@ class Acceptor:
         self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
         self._places = Places()
-        self.chunk = memoryview(bytearray(CHUNK))
         self.turns = loop_turns()
         self.room: Room[ZmtpConnection] = Room(
             max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
         )
         self.outbox = Outbox()
+        self._watched: dict[int, ZmtpConnection] = {}  # by descriptor
+        self._epoll = select.epoll()
+        self._loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def watch(self, connection: ZmtpConnection, before: int, events: int) -> None:
+        """Have `connection.ready` called when its socket is. before: the events that were watched; 0 for none."""
+        descriptor = connection.descriptor
+        if not before:
+            self._watched[descriptor] = connection
+            self._epoll.register(descriptor, events)
+        elif events:
+            self._epoll.modify(descriptor, events)
+        else:
+            del self._watched[descriptor]
+            self._epoll.unregister(descriptor)
+
+    def _ready(self) -> None:
+        """One turn over those that are ready, first those that have cost least.
+
+        Who is left over when the turn ends is ready in the next one, too: nothing of it has been read.
+        """
+        watched, turns, until = self._watched, self.turns, self.turns.begin()
+        more = True
+        while more:
+            ready = [(watched[descriptor], events) for descriptor, events in self._epoll.poll(0, READY_AT_ONCE)]
+            ready.sort(key=lambda one: one[0].spent.at)
+            more = len(ready) == READY_AT_ONCE
+            self.outbox.hold()
+            cost = ready[0][0].spent.at if ready else 0.0
+            turns.reached(cost)
+            for connection, events in ready:
+                if connection.spent.at > cost + COSTLIER_S:
+                    self.outbox.flush()
+                    self.outbox.hold()
+                cost = connection.spent.at
+                connection.ready(events)
+                if now() >= until:
+                    more = False
+                    break
+            self.outbox.flush()
 
     def listen(self, endpoint: str, key: str, door: Door, mode: int, gid: int = -1) -> str:
         """Listen; return the endpoint, with a wildcard filled in. Raises ConfigError naming `key`."""
@@ -182,6 +224,9 @@ class Acceptor:
         for lock in self._locks:
             lock.release()
         self._locks.clear()
+        if not self._loop.is_closed() and not self._epoll.closed:
+            self._loop.remove_reader(self._epoll.fileno())
+        self._epoll.close()
 
     def _linger(self) -> None:
         until = time.monotonic() + LINGER_S

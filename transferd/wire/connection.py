@@ -1,19 +1,21 @@
 """An accepted connection, from its handshake to its end, and when it reads and writes among the others.
 
-All connections together handle frames in the loop's turns (runtime/loop_turns.py), and send at a turn's end.
+All connections together handle frames in the loop's turns (runtime/loop_turns.py): each that is ready reads once, works
+and answers once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import select
 import socket as sockets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from transferd.runtime.loop_turns import LoopTurns, Spent, now
+from transferd.runtime.loop_turns import FRAMES, LoopTurns, Spent, now
 from transferd.wire.credentials import Credentials
 from transferd.wire.shares import UNBUDGETED, Room, User
 from transferd.wire.zmtp import (
@@ -37,6 +39,7 @@ HANDSHAKE_S = 5.0  # how long a connection without a complete handshake may hold
 JOINED = 64 * 1024  # bytes: less output than this is copied into one buffer, so that one call sends all
 MOST_PIECES = 64  # buffers per call for more output
 MOST_PONG = 16  # bytes of a PING's context
+IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
 class Mechanism(Protocol):
@@ -120,7 +123,7 @@ class Outbox:
             self._flush = self._loop.call_soon(self.flush)
 
     def hold(self) -> None:
-        """Send nothing before `flush`, which the caller calls in the same turn."""
+        """Call no `flush` by itself, until the caller has called it, in the same turn."""
         self._held = True
 
     def flush(self) -> None:
@@ -136,12 +139,12 @@ class Outbox:
 class ConnectionOwner(Protocol):
     """The part of the acceptor that a connection needs."""
 
-    chunk: memoryview  # where small messages arrive
     turns: LoopTurns
     room: Room[ZmtpConnection]
     outbox: Outbox
     drained: Callable[[ZmtpConnection], None]  # called when the peer had fallen behind, and has read all
 
+    def watch(self, connection: ZmtpConnection, before: int, events: int) -> None: ...
     def opened(self, connection: ZmtpConnection) -> None: ...
     def ended(self, connection: ZmtpConnection) -> None: ...
     def count(self, reason: str, where: str, problem: str = "") -> None: ...
@@ -157,9 +160,8 @@ class ZmtpConnection:
     """
 
     __slots__ = (
-        "_acceptor", "_blocked", "_cipher", "_frames", "_greeted", "_loop", "_mechanism", "_new", "_out", "_patience",
-        "_reading", "_sock", "closed", "credentials", "door", "observer", "open", "parts", "peer", "spent", "unread",
-        "where",
+        "_acceptor", "_cipher", "_events", "_frames", "_greeted", "_loop", "_mechanism", "_new", "_out", "_patience",
+        "_sock", "closed", "credentials", "door", "observer", "open", "parts", "peer", "spent", "unread", "where",
     )  # fmt: skip
 
     def __init__(
@@ -192,10 +194,9 @@ class ZmtpConnection:
         )
         self._out: deque[bytes | memoryview] = deque()
         self._new = False  # in the outbox's list
-        self._blocked = False  # waits until the socket can take more
-        self._reading = True
+        self._events = 0  # IN while it reads; OUT while it waits until the socket can take more
         self._patience: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_S, self._slow)
-        self._loop.add_reader(sock.fileno(), self._readable)
+        self._watch(IN)
         self._put(greeting(self._mechanism.name, as_server=True))
 
     @property
@@ -213,11 +214,19 @@ class ZmtpConnection:
 
     # --- in -----------------------------------------------------------------------------------------
 
+    def ready(self, events: int) -> None:
+        """Do what the socket is ready for: write what waits; read once, and handle that."""
+        if events & ~IN and self._events & OUT:
+            self.flush()
+        if events & ~OUT and self._events & IN:
+            self._readable()
+
     def _readable(self) -> None:
-        frames, shares = self._frames, self._acceptor
+        frames = self._frames
         space = frames.space
+        data = b""
         try:
-            count = self._sock.recv_into(shares.chunk if space is None else space)
+            count = len(data := self._sock.recv(CHUNK)) if space is None else self._sock.recv_into(space)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -229,21 +238,17 @@ class ZmtpConnection:
             self.end()
             return
         if space is None:
-            frames.feed(bytes(shares.chunk[:count]))
+            frames.feed(data)
         else:
             frames.filled(count)
-        if most := shares.turns.left:
-            self.work(most)
-        else:
-            self._read(False)
-            shares.turns.wait(self)
+            self._acceptor.outbox.flush()  # a large message may cost much, so others' answers leave before
+        self.work(FRAMES)
 
     def work(self, most: int) -> None:
         """Handle at most `most` frames, while the turn lasts. If there are more, wait, and read nothing before."""
         acceptor, handled = self._acceptor, 0
         until, began = acceptor.turns.until, now()
         at, more = began, True
-        acceptor.outbox.hold()
         while more and not self.closed:
             try:
                 if not (self._next() if self.open else self._shake()):
@@ -259,8 +264,7 @@ class ZmtpConnection:
             at = now()
             if handled >= most or at >= until:
                 break
-        acceptor.turns.took(self, handled, at - began)
-        acceptor.outbox.flush()
+        acceptor.turns.took(self, at - began)
         if not self.closed:
             self._go_on(more=more)
 
@@ -297,7 +301,7 @@ class ZmtpConnection:
             self._read(False)  # until `room_found`, so that large messages of all peers stay within the budget
         elif frames.wanted:
             self.room_found()
-        else:
+        elif not self._events & IN:
             self._read(True)
 
     def room_found(self) -> None:
@@ -309,12 +313,12 @@ class ZmtpConnection:
         self._read(True)
 
     def _read(self, wanted: bool) -> None:
-        if wanted is not self._reading and not self.closed:  # each change costs a system call
-            self._reading = wanted
-            if wanted:
-                self._loop.add_reader(self._sock.fileno(), self._readable)
-            else:
-                self._loop.remove_reader(self._sock.fileno())
+        self._watch(self._events | IN if wanted else self._events & ~IN)
+
+    def _watch(self, events: int) -> None:
+        if events != self._events and not self.closed:  # each change costs a system call
+            self._acceptor.watch(self, self._events, events)
+            self._events = events
 
     # --- the handshake ------------------------------------------------------------------------------
 
@@ -401,7 +405,7 @@ class ZmtpConnection:
         self.unread += size
         outbox = self._acceptor.outbox
         outbox.unread += size
-        if not (self._new or self._blocked):  # else a flush will come anyway
+        if not (self._new or self._events & OUT):  # else a flush will come anyway
             self._new = True
             outbox.add(self)
 
@@ -413,18 +417,15 @@ class ZmtpConnection:
             while out:
                 self._sent(self._write())
         except (BlockingIOError, InterruptedError):
-            if not self._blocked:
-                self._blocked = True
-                self._loop.add_writer(self._sock.fileno(), self.flush)
+            self._watch(self._events | OUT)
             return
         except OSError:
             if self.open:
                 self.end()
             self._forget_unsent()  # during a handshake keep reading: it fails on what the peer sent before it left
             return
-        if self._blocked:
-            self._blocked = False
-            self._loop.remove_writer(self._sock.fileno())
+        if self._events & OUT:
+            self._watch(self._events & ~OUT)
             self._acceptor.drained(self)
 
     def _write(self) -> int:
@@ -462,11 +463,8 @@ class ZmtpConnection:
         """Close the connection; what has not been sent is lost. Idempotent."""
         if self.closed:
             return
+        self._watch(0)  # so nothing is read or written from here on
         self.closed = True
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._sock.fileno())
-            self._loop.remove_writer(self._sock.fileno())
-        self._blocked = False
         if self._patience is not None:
             self._patience.cancel()
         self._forget_unsent()

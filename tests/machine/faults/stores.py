@@ -109,7 +109,7 @@ async def one_member_refuses(directory: Path, finding: Finding) -> None:
 STORE_SCENARIOS = [
     Scenario(
         "one file, folder or the quarantine refuses one call for ever",
-        "running, at start, in a purge, a scrub, an eviction",
+        "running, at start, in a purge, a pruning, a scrub, an eviction, a drain, with pins",
         one_member_refuses,
         root=False,
         compiler=True,

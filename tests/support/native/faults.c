@@ -9,7 +9,7 @@
  *   -2  the call hangs until the fault is disarmed, then it is made
  *   -3  the call takes `delay_ms` longer
  *
- * Names: pthread_create, open, write, pwrite, pread, fsync, rename, mkdir, unlink, ftruncate, fallocate, mmap, opendir, stat.
+ * Names: pthread_create, open, write, pwrite, pread, fsync, rename, mkdir, rmdir, unlink, ftruncate, fallocate, mmap, opendir, stat.
  *
  * TRANSFERD_FAULT="calls:skip:count:error" arms one from the environment, for a whole process, and
  * TRANSFERD_FAULT_PATH narrows it. TRANSFERD_FAULT_PAGE names a file of sizeof(struct plan) bytes that is the plan:
@@ -202,6 +202,7 @@ STATTED(lstat, stat)
 STATTED(stat64, stat64)
 STATTED(lstat64, stat64)
 int mkdir(const char *path, mode_t mode) { if (hit("mkdir", path)) FAIL(-1); return REAL(mkdir)(path, mode); }
+int rmdir(const char *path) { if (hit("rmdir", path)) FAIL(-1); return REAL(rmdir)(path); }
 int unlink(const char *path) { if (hit("unlink", path)) FAIL(-1); return REAL(unlink)(path); }
 
 #define SIZED(name, offset_t) \

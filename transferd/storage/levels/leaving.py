@@ -118,11 +118,14 @@ class Leaving:
             alone = [one for one in some if one[0] not in found]
             proven |= found
             if any(not one.out_for_stores for one in self._parts.levels[level.number + 1 :]):
-                for name, _, depth in alone:
+                below = self._parts.write_backs[level.number :]
+                for name, nbytes, depth in alone:
+                    for back in below:
+                        if not back.fits(nbytes):
+                            await back.emptied()
                     self._storing.save(level, name, use, depth)
-                for back in self._parts.write_backs:
-                    if back.level.number > level.number:
-                        await back.emptied()
+                for back in below:
+                    await back.emptied()
             elif alone and (above := self._parts.promotions.above(level)) is not None:
                 bringing = self._prefetcher.to(above.name, None, free_only=True)
                 await asyncio.shield(bringing.bring(alone))

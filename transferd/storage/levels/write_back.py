@@ -220,7 +220,7 @@ class WriteBack:
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
         while (
-            not self._fits(nbytes) and self.refusal is None and not self._closing and (left := until - loop.time()) > 0
+            not self.fits(nbytes) and self.refusal is None and not self._closing and (left := until - loop.time()) > 0
         ):
             future = loop.create_future()
             self._room.append(future)
@@ -228,7 +228,7 @@ class WriteBack:
                 await asyncio.wait([future], timeout=left)
             finally:
                 self._room.remove(future)
-        if not self._fits(nbytes):
+        if not self.fits(nbytes):
             return False
         self._coming += nbytes
         return True
@@ -238,7 +238,8 @@ class WriteBack:
         self._coming -= nbytes
         self._wake()
 
-    def _fits(self, nbytes: int) -> bool:
+    def fits(self, nbytes: int) -> bool:
+        """Whether there is room for so many bytes now."""
         taken = self.pending_bytes + self._coming
         return not taken or taken + nbytes <= self._most()
 
