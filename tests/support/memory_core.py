@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transferd.config import Config
+from transferd.daemon.acts import Acts
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.server import Greeting, Server
@@ -151,6 +152,7 @@ class OneEngine:
         self.identity = None
         self.own = self
         self.recorder = Recorder(capacity=1)
+        self.acts = Acts(Clock().monotonic)
         self.prefetches = EnginePrefetches(Config(), None, Clock(), core.boot_id)
 
     @property
