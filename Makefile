@@ -120,7 +120,7 @@ gpu-check: ## correctness and speed on a machine with an NVIDIA GPU, in 9 minute
 fastdeploy-check: ## the adapter under FastDeploy's own source, where that is here; sets up an environment of its own
 	$(PYTHON) -m tests.machine.with_fastdeploy.check $(ARGS)
 
-fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy.md; wants a quiet machine (10 minutes)
+fastdeploy-gains: ## what FastDeploy gains, measured and written to docs/fastdeploy_details.md; wants a quiet machine (10 minutes)
 	$(PYTHON) -m tests.machine.with_fastdeploy.check --gains
 
 sglang-check: ## the adapter on SGLang's own host pools and under its server on the CPU; sets up an environment of its own (3.5 GB)
@@ -138,7 +138,7 @@ lmcache-gains: ## the adapter beside LMCache's own file backends, written to doc
 vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an environment of its own (3.5 GB); SHORT=1: no engine; NEXT=1: the newest vLLM's Python
 	$(PYTHON) -m tests.machine.with_vllm.check $(if $(SHORT),--short) $(if $(NEXT),--next)
 
-vllm-gains: ## what vLLM gains, measured and written to docs/vllm.md; wants a quiet machine (6 minutes)
+vllm-gains: ## what vLLM gains, measured and written to docs/vllm_details.md; wants a quiet machine (6 minutes)
 	$(PYTHON) -m tests.machine.with_vllm.check --gains
 
 clean: ## remove what these targets made

@@ -4,7 +4,7 @@ Both sides run FastDeploy's unmodified PrefixCacheManager and its way of waiting
 cache_transfer_manager.py for each rank, with operators that copy by memmove (fastdeploy_transfer_process.py); the other
 has the plugin and a daemon with shared memory standing in for devices. Every byte is compared after every transfer.
 
-    make fastdeploy-gains                  sets up what it needs, measures, and writes the table of docs/fastdeploy.md
+    make fastdeploy-gains                  measures, and writes the table of docs/fastdeploy_details.md
     build/fastdeploy/venv/bin/python -m benchmarks.fastdeploy_real --tree DIRECTORY [--rounds N] [--format json]
 
 DIRECTORY holds FastDeploy's source. Each round runs both sides at each size, in processes of their own, the other side

@@ -1,6 +1,6 @@
 """What does vLLM gain: no offload, its own tiers (`fs`, `obj`), TransferdTier and TransferdConnector, in one run?
 
-    make vllm-gains                        runs this where `make vllm-check` runs, and writes docs/vllm.md's table
+    make vllm-gains                        runs this beside `make vllm-check`, and writes docs/vllm_details.md's table
     PYTHON_WITH_VLLM -m benchmarks.vllm_offload [--format json] [--prompts 6] [--tokens 900]
 
 The same engine (vLLM on the CPU, a model of eight layers with made-up weights), the same requests, one after another,

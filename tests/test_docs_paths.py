@@ -13,6 +13,8 @@ DOCS = ROOT / "docs"
 WORDS = 3300  # that are read in 15 minutes
 PATHS = {
     "somebody who judges it": ["README.md", "docs/performance.md"],
+    "a user of vLLM": ["docs/vllm.md"],
+    "a user of FastDeploy": ["docs/fastdeploy.md"],
     "a user of SGLang": ["docs/sglang.md"],
     "a user of LMCache": ["docs/lmcache.md"],
     "an operator": ["docs/operations.md"],

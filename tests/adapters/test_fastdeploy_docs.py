@@ -13,7 +13,8 @@ import pytest
 from transferd.adapters.fastdeploy import EngineCacheQueue
 from transferd.config import FASTDEPLOY_VARIABLES, from_tree, to_tree
 
-TEXT = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("fastdeploy.md", "fastdeploy_details.md"))
 
 
 def keys(tree: dict[str, Any], before: str = "") -> set[str]:

@@ -15,7 +15,8 @@ from transferd.adapters.fastdeploy.companion import _to_start, load_sections, sh
 from transferd.adapters.fastdeploy.words import SDK, storage_in_words, storage_settings
 from transferd.config import Config
 
-TEXT = (Path(__file__).parents[2] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("fastdeploy.md", "fastdeploy_details.md"))
 WORDS = TEXT.partition("\n## Environment variables\n")[2].partition("\n## ")[0]
 MASTER = {"MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:50051", "MOONCAKE_METADATA_SERVER": "http://10.0.0.1:8080/metadata"}
 

@@ -16,7 +16,7 @@ from transferd.adapters.vllm import interfaces
 from transferd.adapters.vllm.settings import AdapterSettings
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+TEXT = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("vllm.md", "vllm_details.md"))
 LINE = re.compile(r"^vllm serve MODEL --kv-transfer-config '(.*)'$", re.MULTILINE)
 ARGUMENTS = [
     json.loads(found) for found in re.findall(r"^vllm serve MODEL --kv-transfer-config '(.*)'$", TEXT, re.MULTILINE)

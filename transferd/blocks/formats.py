@@ -12,7 +12,7 @@ FastDeploy's names are `prefix{version}_{hash}_{rank}_{plane}`, where plane is k
 Its objects hold raw bytes: all layers of one plane, one after the other, as its cache_transfer_manager.py and
 swap_cache_layout.cu lay them out. `indexer` (DSA) is our addition: FastDeploy does not store it. Such a name
 contains neither model nor tensor-parallel size nor dtype, and nothing in the object shows damage.
-docs/fastdeploy.md describes the cost.
+docs/fastdeploy_details.md describes the cost.
 
 **Names.** A key is an opaque string of any length and any characters. Its *digest* is BLAKE2b
 of 160 bits with the personalisation `transferd key`, over the key in UTF-8 (lone surrogates, which

