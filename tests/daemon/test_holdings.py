@@ -68,7 +68,7 @@ async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
     bucket = {"url": "s3://blocks/x", "endpoint": "http://127.0.0.1:9", "region": "us-east-1"}
     tree = {"storage": {"backend": "object", "object": bucket}}
     with pytest.raises(ConfigError, match="object cannot keep shares"):
-        from_tree(tree | {"engines": {"storage_share": 0.4}})
+        create_storages(from_tree(tree | {"engines": {"storage_share": 0.4}}))
     config = from_tree(tree)
     held = Holdings(config, ObjectStorage.from_config(config, clock=SYSTEM_CLOCK))
     held.came(engine("a", held.share_of(None)))

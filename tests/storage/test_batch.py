@@ -103,7 +103,6 @@ def test_statistics_are_what_is_stored_and_each_eviction_has_one_cause() -> None
     assert summary == {
         "objects": 2,
         "bytes": 20,
-        "capacity": 1000,
         "in_flight_bytes": 7,
         **{name: counts[name] for name in ("hits", "misses", "corrupt", "wrong_length", "gone", "errors", "stored")},
         "evictions": 20,

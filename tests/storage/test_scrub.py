@@ -23,6 +23,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
+from transferd.storage.registry import create_storages
 from transferd.storage.scrub import PATIENCE_S, REST_S
 
 RATE = 100_000
@@ -202,7 +203,7 @@ def test_an_unsealed_object_is_counted_and_left_alone(tmp_path: Path) -> None:
 
 def test_a_scrub_needs_a_backend_that_can_list_its_objects() -> None:
     with pytest.raises(ConfigError, match=r"storage.scrub_rate: requires a backend that can list its objects.*memory"):
-        from_tree({"storage": {"backend": "memory", "scrub_rate": "1MiB"}})
+        create_storages(from_tree({"storage": {"backend": "memory", "scrub_rate": "1MiB"}}))
 
 
 def test_a_directory_that_cannot_be_read_is_counted_and_tried_again(

@@ -153,6 +153,7 @@ class _Session:
         self.device_id, self.dp_id = device_id, dp_id
         self._double = double
         double.sessions.append(self)
+        double.sessions.sort(key=lambda one: one.shard)  # ranks open theirs at the same time, in threads
 
     def match(self, tokens: Tokens, start_match_block_idx: int, timeout: float) -> int:
         self._double.serve("match", self.shard, timeout)

@@ -217,10 +217,9 @@ Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
 
 
 class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
-    """Remove the stored objects that fit every field that is set.
+    """Remove the stored objects that fit every field that is set: of the client's engine, or as a user who may.
 
     Value: {objects, bytes}: what was, or would be, removed; with `detail` a whole `Purged` (wire/answers.py).
-    Refused with `not_yours`, unless the client belongs to the engine, or is its user, the daemon's user or root.
     """
 
     keys: list[str] | None = None  # blocks of the engine, of its present generation unless `generation` names another
