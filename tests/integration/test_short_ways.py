@@ -10,8 +10,8 @@ import pytest
 
 from scripts.walk_task import Walk, walk_read, walk_write
 
-MOST_FILES_OF_A_WRITE = 30  # to storage in memory
-MOST_FILES_OF_A_READ = 32  # from storage in files
+MOST_FILES_OF_A_WRITE = 31  # to storage in memory
+MOST_FILES_OF_A_READ = 33  # from storage in files
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,9 @@ async def test_every_view_shows_the_sum_over_engines(world: World) -> None:
     assert counted(page, "transferd_tasks_total") == {("ok",): wrote, ("miss",): number}
     moved = counted(page, "transferd_engine_bytes_total")
     durations = counted(page, "transferd_task_duration_seconds_count")
-    assert durations == {("write", "ok"): wrote, ("read", "miss"): number}
+    assert durations == {(name, "write", "ok"): n + 1 for n, name in enumerate(world.names)} | {
+        (name, "read", "miss"): 1 for name in world.names
+    }
 
     report = json.loads(await command(world, "stats", "--format", "json"))
     live = json.loads(await asyncio.to_thread(http, world.port, "/live"))["report"]
