@@ -28,10 +28,15 @@ class Selection:
             return False
         if self.model is None and self.generation is None:
             return True
-        model, _, rest = name.partition("/")
-        generation = rest.partition("/")[2].partition("/")[0]
+        said = parts_of(name)
         return (
-            name.count("/") == 4
-            and (self.model is None or model == quote_part(self.model))
-            and (self.generation is None or generation == quote_part(self.generation))
+            said is not None
+            and (self.model is None or said[0] == quote_part(self.model))
+            and (self.generation is None or said[1] == quote_part(self.generation))
         )
+
+
+def parts_of(name: str) -> tuple[str, str] | None:
+    """The model and the generation that a name says, quoted; None for a name of another form."""
+    parts = name.split("/")
+    return (parts[0], parts[2]) if len(parts) == 5 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from transferd.storage.levels import level
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
-from transferd.storage.queues import EngineOwner
+from transferd.storage.queues import EngineOwner, space_of
 from transferd.storage.selection import Selection
 
 
@@ -256,3 +257,28 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
     await store.levels.flush(10)
     assert (await keeper.purge(Selection(owner=me))).objects == 2
     assert files.find([name(1)], None) == [False]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int) -> None:
+    """Against the rule said plainly: each purge is kept, and asked."""
+    chance, hidden, said = random.Random(seed), level.Hidden(), list[tuple[int, Selection, str]]()
+    names = [f"{m}/{f}/{g}/{k}/0" for m in ("m", "n%2F") for f in ("f", "h") for g in ("", "a") for k in "xy"] + [
+        "plain"
+    ]
+    stored: dict[str, int] = {}
+    for number in range(1, 40):
+        some = None if chance.random() < 0.7 else frozenset(chance.sample(names, 3))
+        selection = Selection(some, None, chance.choice([None, "m", "n/"]), chance.choice([None, "", "a"]))
+        space = chance.choice(["", "m/f", "n%2F/h"])
+        hidden.purge(selection, space)
+        said.append((number, selection, space))
+        for name in chance.sample(names, 6):
+            hidden.stored(name)
+            stored[name] = number
+        assert {name: name in hidden for name in names} == {
+            name: any(
+                at > stored.get(name, 0) and where in ("", space_of(name)) and one.fits(name) for at, one, where in said
+            )
+            for name in names
+        }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from transferd.blocks.formats import quote_part
 from transferd.config import LevelSection
 from transferd.errors import StorageError
 from transferd.storage.base import FOUND, Found, Outcome, Storage
 from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
 from transferd.storage.queues import space_of
-from transferd.storage.selection import Selection
+from transferd.storage.selection import Selection, parts_of
 
 MIB = 1024**2
 SAMPLES = 64
@@ -123,33 +124,43 @@ class Hidden:
     """
 
     def __init__(self) -> None:
-        self._purges: dict[tuple[Selection, str], int] = {}
-        self._named = 0  # names in them
+        # The number of the latest purge by model and generation, as names say them, and space; and of each name.
+        self._purges: dict[tuple[str | None, str | None, str], int] = {}
+        self._named: dict[str, int] = {}
         self._number = 0  # of the latest purge
         self._anew = Names()
 
     def purge(self, selection: Selection, space: str) -> None:
         """Hide what fits. space: of the objects of `selection.owner`; "" for all spaces."""
         self._number += 1
-        self._named += len(selection.names or ())
-        if len(self._purges) == MOST_PURGES or self._named > MOST_NAMES:
-            selection, space, self._named = Selection(), "", 0
-            self._purges.clear()
-        self._purges[dataclasses.replace(selection, owner=None), space] = self._number
+        if selection.names is None:
+            model, generation = (
+                None if one is None else quote_part(one) for one in (selection.model, selection.generation)
+            )
+            self._purges[model, generation, space] = self._number
+        else:
+            fitting = (name for name in selection.names if space in ("", space_of(name)) and selection.fits(name))
+            self._named.update(dict.fromkeys(fitting, self._number))
+        if len(self._purges) > MOST_PURGES or len(self._named) > MOST_NAMES:
+            self._purges = {(None, None, ""): self._number}
+            self._named.clear()
 
     def stored(self, name: str) -> None:
         """Note that this node has stored an object there."""
-        if self._purges:
+        if self._number:
             self._anew.add(name, self._number)
 
     def __contains__(self, name: str) -> bool:
-        if not self._purges:
-            return False
         since = self._anew.get(name) or 0
-        return any(
-            number > since and space in ("", space_of(name)) and selection.fits(name)
-            for (selection, space), number in self._purges.items()
-        )
+        if since == self._number:
+            return False
+        if self._named.get(name, 0) > since:
+            return True
+        model, generation = parts_of(name) or (None, None)
+        for one in itertools.product({None, model}, {None, generation}, {"", space_of(name)}):
+            if self._purges.get(one, 0) > since:
+                return True
+        return False
 
 
 class StoreLevel:
