@@ -61,16 +61,16 @@ def purge(
     tree: dict[str, Any] = {"objects": purged.objects, "bytes": purged.bytes, "dry_run": dry_run}
     if not dry_run:
         tree |= {"complete": purged.complete} | {key: purged[key] for key in ("not_reached", "kept_by", "shared")}
-    daemon.show(tree, f"{did} {purged.objects} objects, {size(purged.bytes)}{_not_reached(purged)}")
+    daemon.show(
+        tree, f"{did} {purged.objects} objects, {size(purged.bytes)}{_not_reached(purged, by_age=age is not None)}"
+    )
     raise typer.Exit(0 if purged.complete else NOT_REACHED)
 
 
-def _not_reached(purged: Purged) -> str:
-    """What a purge has left, and when that goes."""
-    stays = "".join(
-        f"; the level {level} keeps its objects, because others use it: this daemon uses them no more until it restarts"
-        for level in purged.shared
-    )
+def _not_reached(purged: Purged, *, by_age: bool) -> str:
+    """What a purge has left, and when that goes. by_age: a level that others use does not know how old its use is."""
+    unused = "" if by_age else ": this daemon uses them no more until it stores them again, or restarts"
+    stays = "".join(f"; the level {level} keeps its objects, because others use it{unused}" for level in purged.shared)
     if not purged.not_reached:
         return stays
     away = ", ".join(purged.not_reached)

@@ -13,7 +13,7 @@ class Purged(msgspec.Struct, frozen=True):
     """What a purge has removed, or would. Access fields as attributes or as items. An object is one rank's block.
 
     shared: levels that others use too, such as a bucket: they keep their objects. This daemon uses none of these there
-        until it has stored them again, or restarts.
+        until it has stored them again, or restarts; after a purge by age it does.
     not_reached: the paths of disks that may still have objects, because they are away: these go when it returns.
     kept_by: the paths of the disks that have the order, and so see to the rest also after a restart of the daemon.
     """
