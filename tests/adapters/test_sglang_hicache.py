@@ -139,7 +139,7 @@ def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = [("", 0)]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: version[0])
     pool = filled(1)
     backend = make(pool, extra={"generation": "base"})
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
@@ -173,11 +173,11 @@ def test_pages_of_private_memory_are_copied_and_shared_with_servers_whose_memory
     assert second.batch_get_v1(wanted, sglang.indices(LOADED)) == [True] * 3 + [False] + [True] * 4
     expected = np.full_like(pool.bytes, sglang.STALE)
     kept = [i for i in range(8) if i != 3]
-    expected[:, [LOADED[i] for i in kept]] = first._pools["kv"].host.bytes[:, [STORED[i] for i in kept]]
+    expected[:, [LOADED[i] for i in kept]] = first._rank.pools["kv"].host.bytes[:, [STORED[i] for i in kept]]
     assert np.array_equal(pool.bytes, expected)
     more = [f"{number:064x}" for number in range(100, 108)]
     assert second.batch_set_v1(more, sglang.indices(LOADED)) == [True] * 8
-    other = first._pools["kv"].host
+    other = first._rank.pools["kv"].host
     assert first.batch_get_v1(more, sglang.indices(STORED)) == [True] * 8
     assert np.array_equal(other.bytes[:, STORED], pool.bytes[:, LOADED])
 
@@ -219,7 +219,7 @@ def test_indices_that_are_no_whole_pages_are_refused(wrong: Any) -> None:
 def test_a_long_name_serves_every_pool_and_no_model_is_refused_at_once(make: Callable[..., Any]) -> None:
     backend = make(filled(1), filled(2), extra={"name": "n" * 64})
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
-    assert {pool.facts.name[-22:] for pool in backend._pools.values()} == {
+    assert {pool.facts.name[-22:] for pool in backend._rank.pools.values()} == {
         "nnn-dp0-pp0-cp0-tp0-kv",
         "nn-dp0-pp0-cp0-tp0-swa",
     }

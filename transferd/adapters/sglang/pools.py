@@ -7,13 +7,15 @@ pool of each rank is a separate engine of one rank, because each of SGLang's ran
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
@@ -21,7 +23,7 @@ from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.memory import Mapped, shared_memory_at
 from transferd.adapters.common.slots import Slots
-from transferd.adapters.sglang.settings import SGLANG, HiCacheSettings, private_memory
+from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
@@ -127,7 +129,7 @@ class AttachedPool:
         engine: str,
         model: str,
         generation: str,
-        chosen: HiCacheSettings,
+        chosen: PoolSettings,
         fingerprint: Mapping[str, Any],
         *,
         starts_daemon: bool,
@@ -150,7 +152,8 @@ class AttachedPool:
         self._clear = host.clear
         host.clear = self._watched_clear  # not every pool shows it otherwise
         finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
-        self.link = Link(finder, engine, self.facts.enter)
+        enter = functools.partial(self.facts.enter, canary=False)  # every page may be in use
+        self.link = Link(finder, engine, enter)
         self._copies: CopiedBlocks | None = None
         if self._slots is not None:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
@@ -159,10 +162,12 @@ class AttachedPool:
 
     def _memory(self) -> dict[str, Any]:
         """The engine's blocks: the pool's pages, or slots for them if no other process can map the pool."""
+        if getattr(self.host, "on_gpu", False):
+            return {"blocks": self.pages.count, "memory": self.host.device_memory(self.pages)}
         try:
             return {"blocks": self.pages.count, "memory": offered(self.pages)}
         except TierError as error:
-            SGLANG.log.warning("transferd: pages of %s are copied: %s", self.name, private_memory(str(error)))
+            SGLANG.log.warning("transferd: pages of %s are copied: %s%s", self.name, error, self._chosen.to_share)
         self._slots = Slots.within(sum(self.pages.sizes), self._chosen.buffer_bytes)
         return {"blocks": self._slots.count, "memory": self._slots.offered(self.pages.sizes)}
 
@@ -202,8 +207,11 @@ class AttachedPool:
             self._say(result, "stored", stored)
         return stored
 
-    def load(self, keys: Sequence[str], indices: Any) -> list[bool]:
-        """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them."""
+    def load(self, keys: Sequence[str], indices: Any, progressed: Callable[[int], object] | None = None) -> list[bool]:
+        """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them.
+
+        progressed: called with how many leading pieces of all pages are there, if the daemon loads by parts.
+        """
         if self._copies is not None:
             return self._copies.load(keys, self._where(keys, indices))
         task = ReadStorageTask(
@@ -212,8 +220,9 @@ class AttachedPool:
             gpu_block_ids=self.pages.numbers(indices, len(keys)),
             timeout=self._chosen.load_timeout,
             prefix=False,
+            by_parts=progressed is not None or UNSET,
         )
-        result = self.link.carry_out(task)
+        result = self.link.carry_out(task, progressed)
         loaded = result.mask(task)
         if not all(loaded):
             self._say(result, "loaded", loaded)

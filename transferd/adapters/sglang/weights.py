@@ -18,6 +18,8 @@ from typing import Protocol
 from transferd.adapters.common.link import RESET, Link
 from transferd.runtime.clock import SYSTEM_CLOCK
 
+UPDATED_FROM_DISK = "model_runner.update_model_fields"  # what SGLang calls it in its record of changed settings
+
 
 class Pooled(Protocol):
     """A pool at the daemon. cleared: another object each time that SGLang empties it."""
@@ -60,3 +62,15 @@ class WeightVersion:
             }
             self._clears = clears
             return not self._stale
+
+
+def of_sglang() -> tuple[str, int]:
+    """The version that SGLang's last update of the weights has named, "" before the first; how many were from disk."""
+    try:
+        from sglang.srt.runtime_context import get_context, get_serving
+
+        version = str(get_serving().weight_version or "")
+        updates = sum(source == UPDATED_FROM_DISK for source, _ in get_context().overrides_log())
+    except (ImportError, RuntimeError, ValueError, AttributeError):
+        return "", 0
+    return "" if version == "default" else version, updates
