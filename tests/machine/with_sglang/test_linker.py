@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +15,19 @@ import pytest
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchPrefixParams
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 
 from tests.support.waits import wait_until
+from transferd.adapters import conformance
+from transferd.adapters.conformance import CHECKS, Bench, Trial
 from transferd.adapters.sglang.linker import _Batch
 from transferd.errors import ConfigError
 
@@ -66,6 +69,7 @@ class Worker(UnifiedRadixCacheFixtures):
     cfg: CacheConfig
     shared: bool = False
     seed: int = 0
+    linked: bool = True
 
     def __post_init__(self) -> None:
         self.cache, self.allocator, self.requests = fixtures.build_fixture(self.cfg)
@@ -75,7 +79,8 @@ class Worker(UnifiedRadixCacheFixtures):
             draw = torch.Generator().manual_seed(1000 * self.seed + number)
             flat = tensor.view(torch.uint8)
             flat.copy_(torch.randint(0, 256, flat.shape, generator=draw, dtype=torch.uint8))
-        self.link()
+        if self.linked:
+            self.link()
 
     def link(self, **extra: Any) -> None:
         self.cache.init_cache_linker(
@@ -286,6 +291,7 @@ def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(monkeypatch: p
     worker.store(worker.tokens(1000))
     assert worker.offloaded() == [False], "SGLang has not emptied its pool"
     worker.cache.reset()
+    worker.allocator.clear()
     assert worker.match([*tokens, 7]).found == 0
     worker.store(worker.tokens(2000))
     assert worker.offloaded() == [True]
@@ -310,6 +316,59 @@ def test_layers_are_there_once_every_pool_has_them_and_the_last_one_at_the_end()
     error = OSError()
     _Batch(counter, 0, {"kv": [2, 2, 4, 4]}).end(error)
     assert failed == [error]
+
+
+class TriedLinker:
+    """The linker as `transferd.adapters.conformance` asks for it: each page is loaded alone, as it may be missing."""
+
+    blocks = 24
+
+    def __init__(self, trial: Trial) -> None:
+        cfg = CacheConfig(page_size=16, components=FULL, kv_size=16 * self.blocks, num_layers=2)
+        self._worker = Worker(cfg, shared=not trial.private, linked=False)
+        self._tensors = self._worker.tensors()
+        self.block_bytes = sum(one[:16].nbytes for one in self._tensors)
+        set_global_server_args_for_scheduler(ServerArgs(model_path=trial.model, page_size=16))
+        self._worker.link(load_timeout=trial.timeout, **trial.settings())
+        self._linker = self._worker.linker
+
+    def _parts(self, block: int) -> list[Any]:
+        return [one[block * 16 : block * 16 + 16].view(torch.uint8).flatten() for one in self._tensors]
+
+    def fill(self, block: int, content: bytes) -> None:
+        parts = self._parts(block)
+        for part, some in zip(parts, torch.frombuffer(bytearray(content), dtype=torch.uint8).chunk(4), strict=True):
+            part.copy_(some)
+
+    def read(self, block: int) -> bytes:
+        return b"".join(bytes(part.numpy()) for part in self._parts(block))
+
+    def exists(self, keys: Sequence[str]) -> list[bool]:
+        return [self._linker.lookup("look", [PoolTransfer(name=PoolName.KV, keys=[key])]) == [1] for key in keys]
+
+    def _page(self, key: str, block: int) -> list[PoolTransfer]:
+        slots = torch.arange(block * 16, block * 16 + 16)
+        return [PoolTransfer(name=PoolName.KV, keys=[key], device_indices=slots)]
+
+    def store(self, keys: Sequence[str], blocks: Sequence[int]) -> list[bool]:
+        assert all(self._linker.offload(self._page(*one)) for one in zip(keys, blocks, strict=True))
+        wait_until(lambda: self._linker.num_completed_offloads() == len(keys), "an offload does not end", within=120)
+        return [self._linker.pop_completed_offload() for _ in keys]
+
+    def load(self, keys: Sequence[str], blocks: Sequence[int]) -> list[bool]:
+        return [self._loaded(*one) for one in zip(keys, blocks, strict=True)]
+
+    def _loaded(self, key: str, block: int) -> bool:
+        assert self._linker.load("load", self._page(key, block))
+        return bool(self._linker.finish_layer_wise_loading(self._linker.start_layer_wise_loading()))
+
+    def close(self) -> None:
+        self._linker.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_linker_is_fit(check: Callable[[Bench], None]) -> None:
+    assert conformance.run(TriedLinker, check) == ""
 
 
 @pytest.mark.parametrize("given", [{"endpont": "x"}, {"load_timeout": 0}, {"interface_v1": 1}])

@@ -105,6 +105,7 @@ def test_deepseek_v4_has_a_main_pool_without_memory_and_the_pools_beside_it_deci
     made = pools.deepseek_v4(layout)
     main, beside = made["kv"], {name: pool for name, pool in made.items() if name != "kv"}
     backend = pools.backend(main, pools.config(is_mla=True), **made)
+    assert backend._rank.pools.keys() == {"deepseek_v4", "deepseek_v4_state", "swa"}, "not one for each pool"
     every = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(STORED)) for name in beside]
     assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS, []).kv_hit_pages) == (0, 0)
     assert backend.batch_exists_v2(KEYS, every).kv_hit_pages == 0

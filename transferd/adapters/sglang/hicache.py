@@ -7,6 +7,7 @@ page. SGLang calls it on its own threads and waits there; a call returns when no
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,22 +77,18 @@ class TransferdHiCache(HiCacheStorage):  # type: ignore[misc] # SGLang is not in
     # --- transfers ----------------------------------------------------------------------------------
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        return self._moved(KV, keys, host_indices, AttachedPool.store)
+        return self._moved(AttachedPool.store, KV, keys, host_indices)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:  # noqa: ARG002
-        return self._moved(KV, keys, host_indices, AttachedPool.load)
+        return self._moved(AttachedPool.load, KV, keys, host_indices)
 
     def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        return {
-            one.name: self._moved(str(one.name), one.keys, one.host_indices, AttachedPool.store) for one in transfers
-        }
+        return self._rank.moved_together(transfers, functools.partial(self._moved, AttachedPool.store))
 
     def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:  # noqa: ARG002
-        return {
-            one.name: self._moved(str(one.name), one.keys, one.host_indices, AttachedPool.load) for one in transfers
-        }
+        return self._rank.moved_together(transfers, functools.partial(self._moved, AttachedPool.load))
 
-    def _moved(self, name: str, keys: Sequence[str] | None, indices: Any, move: Move) -> list[bool]:
+    def _moved(self, move: Move, name: str, keys: Sequence[str] | None, indices: Any) -> list[bool]:
         moved, seconds = self._rank.moved(name, keys, indices, move)
         if seconds:
             storing = move is AttachedPool.store

@@ -16,7 +16,7 @@ from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, configured, short
 from transferd.adapters.sglang import arguments
 from transferd.adapters.sglang.arguments import Arguments
-from transferd.adapters.sglang.pools import PageGrid
+from transferd.adapters.sglang.pools import PageGrid, kind
 from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 
 MAMBA = "mamba"
@@ -37,7 +37,7 @@ def facts(
     of_rank = f"rank {config.tp_rank} of {config.tp_size}"
     return {
         "engine": f"sglang {_version()}",
-        "pool": f"{name}, {type(pool).__name__}, {getattr(pool, 'layout', '')}",
+        "pool": f"{name}, {kind(pool)}, {getattr(pool, 'layout', '')}",
         "pool's format": str(getattr(pool, "storage_format_tag", None) or ""),
         "KV dtype": str(getattr(pool, "dtype", "")),
         "tokens a page": pages.tokens,
@@ -57,7 +57,8 @@ def on_every_rank(config: Any, name: str, pool: Any) -> bool:
     """
     if (said := getattr(pool, "rank_replicated", None)) is not None:
         return bool(said)
-    return bool(config.is_mla_model) and name != MAMBA and type(pool).__name__.startswith(WHOLE_POOLS)
+    whole = all(one.startswith(WHOLE_POOLS) for one in kind(pool).split(" + "))
+    return bool(config.is_mla_model) and name != MAMBA and whole
 
 
 def _of_model(chosen: PoolSettings, said: Arguments | None, life: str) -> Facts:

@@ -2,7 +2,8 @@
 
 In every layout, a pool gives the addresses of a page's pieces (`get_page_buffer_meta`): K and V, or one of each for
 every layer, or all in one. We take sizes and strides from the first pages, and check them against the last page. Each
-pool of each rank is a separate engine of one rank, because each of SGLang's ranks calls its storage separately.
+pool of each rank is a separate engine of one rank, because each of SGLang's ranks calls its storage separately. Pools
+that SGLang moves together, at the same page numbers, are one.
 """
 
 from __future__ import annotations
@@ -55,6 +56,31 @@ class PageGrid:
 def has_pages(pool: Any) -> bool:
     """Whether a pool has memory. DeepSeek V4's main pool only numbers the pages that the pools beside it have."""
     return getattr(pool, "kv_buffer", pool) is not None
+
+
+class JoinedPools:
+    """Host pools that SGLang moves together, as one pool: its page is the page of each of them. members: by name."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = members
+        grids = {name: pages_of(name, pool) for name, pool in members.items()}
+        self.page_size = next(iter(grids.values())).tokens
+        self.size = self.page_size * min(one.count for one in grids.values())
+        self.layout = ", ".join(sorted({str(getattr(pool, "layout", "")) for pool in members.values()}))
+        kinds = [f"{name}, {kind(one)}, {getattr(one, 'storage_format_tag', '')}" for name, one in members.items()]
+        self.storage_format_tag = "; ".join(kinds)
+        if any(one.tokens != self.page_size for one in grids.values()):
+            raise _refused(min(members), self, "pools that belong together have other pages")
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        """Where one page lies."""
+        each = [pool.get_page_buffer_meta(indices) for pool in self.members.values()]
+        return [one for addresses, _ in each for one in addresses], [one for _, sizes in each for one in sizes]
+
+
+def kind(pool: Any) -> str:
+    """The name of a pool's class, or those of its members'."""
+    return " + ".join(sorted({type(one).__name__ for one in getattr(pool, "members", {"": pool}).values()}))
 
 
 def pages_of(name: str, pool: Any) -> PageGrid:
@@ -115,6 +141,7 @@ class AttachedPool:
     """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
 
     name, host: SGLang's name of the pool, and the pool.
+    clears: see weights.Pooled.
     engine: the engine's name.
     model, generation, fingerprint: of every object.
     starts_daemon: whether a daemon is started here if none runs.
@@ -148,9 +175,11 @@ class AttachedPool:
             fingerprint=fingerprint,
             **self._memory(),
         )
-        self.cleared: object = None  # another one each time that SGLang empties the pool
-        self._clear = host.clear
-        host.clear = self._watched_clear  # not every pool shows it otherwise
+        members: Mapping[str, Any] = getattr(host, "members", {name: host})
+        self.clears: dict[str, object] = dict.fromkeys(members)
+        self._members = [(one, member, member.clear) for one, member in members.items()]
+        for one, member, clear in self._members:  # not every pool shows it otherwise
+            member.clear = functools.partial(self._watched_clear, one, clear)
         finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
         enter = functools.partial(self.facts.enter, canary=False)  # every page may be in use
         self.link = Link(finder, engine, enter)
@@ -171,13 +200,14 @@ class AttachedPool:
         self._slots = Slots.within(sum(self.pages.sizes), self._chosen.buffer_bytes)
         return {"blocks": self._slots.count, "memory": self._slots.offered(self.pages.sizes)}
 
-    def _watched_clear(self) -> None:
-        self._clear()
-        self.cleared = object()
+    def _watched_clear(self, name: str, clear: Callable[[], None]) -> None:
+        clear()
+        self.clears[name] = object()
 
     def close(self, timeout: float) -> None:
         """Leave the daemon, in about `timeout` seconds."""
-        self.host.clear = self._clear
+        for _, member, clear in self._members:
+            member.clear = clear
         self.link.close(timeout)
         if self._slots is not None:
             self._slots.close()
