@@ -111,9 +111,10 @@ def _of_layer(pool: Any, part: int, layer: int, tokens: Any) -> tuple[Any, Any]:
     """Keys (part 0) or values of a layer in the host pool, and where tokens lie in them: each is [head, dim]."""
     page, at = tokens // pool.page_size, tokens % pool.page_size
     whole = pool.kv_buffer[part]
-    return {
-        "layer_first": lambda: (whole[layer], tokens),
-        "page_first": lambda: (whole[:, layer], tokens),
-        "page_first_direct": lambda: (whole[:, layer], (page, at)),
-        "page_head": lambda: (whole[:, :, :, layer].transpose(1, 2), (page, at)),
-    }[pool.layout]()
+    if pool.layout == "layer_first":
+        return whole[layer], tokens
+    if pool.layout == "page_first":
+        return whole[:, layer], tokens
+    if pool.layout == "page_first_direct":
+        return whole[:, layer], (page, at)
+    return whole[:, :, :, layer].transpose(1, 2), (page, at)  # page_head

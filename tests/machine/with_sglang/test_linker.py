@@ -60,7 +60,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @dataclass
-class Worker(UnifiedRadixCacheFixtures):
+class Worker(UnifiedRadixCacheFixtures):  # type: ignore[misc] # SGLang is not installed where mypy runs
     """SGLang's tree over pools of this configuration, which are full of random bytes, and the linker.
 
     shared: whether another process can map the pools.
@@ -119,8 +119,8 @@ class Worker(UnifiedRadixCacheFixtures):
 
     @property
     def window(self) -> int:
-        page = self.cfg.page_size
-        return -(-(self.cfg.sliding_window_size or 0) // page) * page
+        page, window = int(self.cfg.page_size), int(self.cfg.sliding_window_size or 0)
+        return -(-window // page) * page
 
     def store(self, tokens: Sequence[int]) -> None:
         """Have the tree take in tokens as computed, and offload them."""
@@ -164,7 +164,8 @@ class Worker(UnifiedRadixCacheFixtures):
         return self.cache.linker.private_load_indices[request.rid], self.cache.ready_to_load_host_cache()
 
     def tokens(self, start: int = 0) -> list[int]:
-        return self._make_seq(start, PAGES)
+        made: list[int] = self._make_seq(start, PAGES)
+        return made
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["copied", "mapped"])
@@ -328,7 +329,8 @@ class TriedLinker:
         self._worker = Worker(cfg, shared=not trial.private, linked=False)
         self._tensors = self._worker.tensors()
         self.block_bytes = sum(one[:16].nbytes for one in self._tensors)
-        set_global_server_args_for_scheduler(ServerArgs(model_path=trial.model, page_size=16))
+        said = ServerArgs(model_path="dummy", served_model_name=trial.model, page_size=16)
+        set_global_server_args_for_scheduler(said)
         self._worker.link(load_timeout=trial.timeout, **trial.settings())
         self._linker = self._worker.linker
 

@@ -289,16 +289,24 @@ class DevicePages:
     def device_memory(self, pages: PageGrid) -> GpuMemory:
         """What the daemon maps. Raises TierError."""
         lies = [_Lies((0,), size, stride) for size, stride in zip(pages.sizes, pages.strides, strict=True)]
-        how = {"gather": lambda gpu: [gpu], "stream": torch_stream}
-        return GpuMemory(0, list(self._tensors()), lies, program=SGLANG, instead="TransferdHiCache", **how)
+        return GpuMemory(
+            0,
+            list(self._tensors()),
+            lies,
+            program=SGLANG,
+            instead="TransferdHiCache",
+            gather=lambda gpu: [gpu],
+            stream=torch_stream,
+        )
 
 
 def _pages(entry: Any, tokens: int) -> int:
     """How many pages a device pool has. A row of its tensors is a page or a token."""
     (_, _, size), tensor = entry.buffer_meta[0][0], entry.components[0][0]
-    rows = size // (tensor.nbytes // tensor.shape[0])
+    rows = int(size) // (tensor.nbytes // tensor.shape[0])
     assert rows in (1, tokens)
-    return int(min(one.shape[0] for one in entry.kv_buffer)) // rows
+    count: int = min(one.shape[0] for one in entry.kv_buffer)
+    return count // rows
 
 
 def _pieces_of(entry: Any, layer: int) -> list[int]:

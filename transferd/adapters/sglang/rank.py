@@ -156,7 +156,7 @@ class RankPools:
         engines: dict[str, list[Any]] = {}
         for one in transfers:
             engines.setdefault(self._engine(str(one.name)), []).append(one)
-        found = {}
+        found: dict[Any, list[bool]] = {}
         for name, some in engines.items():
             if name not in self._families or _whole(self._families[name], some):
                 each = moved(name, some[0].keys, some[0].host_indices)

@@ -24,8 +24,10 @@ UPDATED_FROM_DISK = "model_runner.update_model_fields"  # what SGLang calls it i
 class Pooled(Protocol):
     """Pools at the daemon, as one engine. clears: by pool, another object each time that SGLang empties it."""
 
-    clears: Mapping[str, object]
-    link: Link
+    @property
+    def clears(self) -> Mapping[str, object]: ...
+    @property
+    def link(self) -> Link: ...
 
 
 class WeightVersion:

@@ -100,8 +100,7 @@ def engine_facts(
 def _memory(rank: int, tensors: list[Any], layers: list[LayerBlocks], gather: Gather) -> Memory:
     kinds = {tensor.device.type for tensor in tensors}
     if kinds == {"cuda"}:
-        whose = {"program": VLLM, "instead": INSTEAD}
-        return GpuMemory(rank, tensors, layers, **whose, gather=gather, stream=torch_stream)
+        return GpuMemory(rank, tensors, layers, program=VLLM, instead=INSTEAD, gather=gather, stream=torch_stream)
     if kinds == {"cpu"}:
         return _host_memory(rank, tensors, layers)
     what = f"KV memory is on {', '.join(sorted(kinds))}; TransferdConnector serves NVIDIA GPUs and CPUs"
