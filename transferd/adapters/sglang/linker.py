@@ -303,7 +303,7 @@ class DevicePages:
 def _pages(entry: Any, tokens: int) -> int:
     """How many pages a device pool has. A row of its tensors is a page or a token."""
     (_, _, size), tensor = entry.buffer_meta[0][0], entry.components[0][0]
-    rows = int(size) // (tensor.nbytes // tensor.shape[0])
+    rows: int = size // (tensor.nbytes // tensor.shape[0])
     assert rows in (1, tokens)
     count: int = min(one.shape[0] for one in entry.kv_buffer)
     return count // rows
