@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.machine.with_sglang.models",
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",  # one thread, one order of additions
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # of two ranks; more than the machine has of NUMA nodes
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     # SGLang compiles its hash of pages at the first look-up, once; a flush meanwhile ends the server
     "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "sglang-extensions"),
