@@ -195,7 +195,7 @@ def test_a_damaged_copy_is_read_from_the_level_below_and_repaired(tmp_path: Path
 
         def all_from_above() -> bool:
             below.append(rows(client)[1]["hits"])
-            return below[-1] == below[-2]
+            return bool(below[-1] == below[-2])
 
         reads_until(client, kept, all_from_above, "the files are read, and nothing below")
 
