@@ -149,6 +149,9 @@ async def test_an_engine_is_ready_when_all_its_ranks_have_offered_from_any_clien
         await one.offer(0, memory.handle(0))
         await one.wait_ready(5)
         await other.wait_ready(5)
+        [engine] = daemon.engines.all
+        staging = [worker.context.staging.memory for worker in engine.workers]
+        assert [(one.rank, one.process) for one in staging] == [(0, os.getpid()), (1, os.getpid())]
         memory.paint(1, 0x40)
         written = await one.submit(write("w", ["k"], [1]))
         assert (written.status, len(written.ranks)) == (Status.OK, 2)

@@ -262,8 +262,8 @@ class Memory:
 
     pinned = urgent = False
 
-    def __init__(self, nbytes: int, rank: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, nbytes: int, rank: int = 0, process: int = 0) -> None:
+        self.rank, self.process = rank, process
         self._map = mmap.mmap(-1, nbytes)
         self.nbytes = nbytes
         self.view = memoryview(self._map)

@@ -331,7 +331,7 @@ class Engines:
         """
         self._check_visible(peer)
         await self.opened.wait()
-        name, uid = client.engine_name or DEFAULT_ENGINE, self.uid_of(peer)
+        name, uid = client.engine_name or DEFAULT_ENGINE, client.uid
         ended = self._ended.get(digest(asked.token))
         if ended is not None and ended.code == UNREGISTERED:
             raise RequestError(f"{ended.message}; register it with a new token", code=UNREGISTERED)
@@ -352,7 +352,7 @@ class Engines:
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
             raise RequestError(self.absent(client), code="not_yours")
         else:
-            building = self._begun(name, uid, asked)
+            building = self._begun(name, client, asked)
         assert building is not None
         engine = await self._built(building)
         if self._by_name.get(name) is engine:
@@ -370,16 +370,17 @@ class Engines:
         self._check_same(there.name, before, asked)
         return True
 
-    def _begun(self, name: str, uid: int | None, asked: wire.Register) -> Building:
+    def _begun(self, name: str, client: KnownClient, asked: wire.Register) -> Building:
         """Begin to create an engine. Raises RequestError."""
-        self._check_room(name, uid)
+        self._check_room(name, client.uid)
         share = self.holdings.share_of(asked.storage_share)
         for what, kind in ((asked.generation, names.GENERATION), (asked.model, names.SHOWN_MODEL)):
             if problem := kind.wrong(what):
                 raise RequestError(f"{problem}, not {what[:80]!r}", code="bad_value")
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config, registrant = self._configured(asked), Registrant(asked, uid)
+        pid = 0 if client.credentials is None else client.credentials.pid
+        config, registrant = self._configured(asked), Registrant(asked, client.uid, pid)
         task = asyncio.get_running_loop().create_task(self._build(name, config, registrant, share))
         self._work.add(task)
         task.add_done_callback(self._work.discard)

@@ -73,6 +73,11 @@ class HostMemory(Protocol):
         """The rank of the tensor-parallel group that it serves; 0 if it serves all."""
         ...
 
+    @property
+    def process(self) -> int:
+        """The process that has registered that rank's engine; 0 if none has, or the kernel does not report it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:

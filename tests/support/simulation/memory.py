@@ -24,7 +24,7 @@ class SimMemory:
         self.view = self.array.data
         self.pinned = True
         self.urgent = False
-        self.rank = 0
+        self.rank = self.process = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
