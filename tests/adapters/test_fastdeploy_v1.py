@@ -103,8 +103,10 @@ def test_every_plane_of_every_rank_comes_back_with_its_bytes(place: Path, family
         assert all(scheduler.batch_exists(probes))
         with SyncClient(os.environ["TRANSFERD_ENDPOINT"], await_ready=False) as client:
             engines = client.stats()["engines"]
-        of_ranks = [(rank, connector_name(rank, nbytes)) for rank in range(2) for nbytes in set(PLANES[family].values())]
-        assert {name: engines[name]["first_rank"] for _, name in of_ranks} == {name: rank for rank, name in of_ranks}
+        sizes = set(PLANES[family].values())
+        assert {name: one["first_rank"] for name, one in engines.items()} == {
+            connector_name(rank, nbytes): rank for rank in range(2) for nbytes in sizes
+        }
         assert scheduler.query_prefix_count(probes, probes) == len(blocks)
         assert scheduler.batch_exists(["another_0_key"]) == [False]
         for rank, (connector, host) in enumerate(zip(ranks, hosts, strict=True)):

@@ -77,7 +77,15 @@ class Objects:
     """
 
     def __init__(
-        self, nbytes: int, daemon: NodeDaemon, model: str, facts: Facts, name: str, kind: str, rank: int = 0, of: int = 0
+        self,
+        nbytes: int,
+        daemon: NodeDaemon,
+        model: str,
+        facts: Facts,
+        name: str,
+        kind: str,
+        rank: int = 0,
+        of: int = 0,
     ) -> None:
         """name: the engine's. kind: what the objects are; others are never taken for them.
 
