@@ -151,7 +151,7 @@ async def test_an_engine_is_ready_when_all_its_ranks_have_offered_from_any_clien
         await other.wait_ready(5)
         [engine] = daemon.engines.all
         staging = [worker.context.staging.memory for worker in engine.workers]
-        assert [(one.rank, one.process) for one in staging] == [(0, os.getpid()), (1, os.getpid())]
+        assert [(one.rank, one.lender) for one in staging] == [(0, (os.getpid(), 0)), (1, (os.getpid(), 1))]
         memory.paint(1, 0x40)
         written = await one.submit(write("w", ["k"], [1]))
         assert (written.status, len(written.ranks)) == (Status.OK, 2)

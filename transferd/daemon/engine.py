@@ -232,7 +232,7 @@ class HostedEngine:
             later=True,
         )
         staging.memory.rank = object_rank = config.geometry.first_rank + rank
-        staging.memory.process = 0 if self.registration is None else self.registration.pid
+        staging.memory.lender = (self.registration and self.registration.pid) or self.name, object_rank
         context = RankContext(
             rank=rank,
             layout=layout,

@@ -29,7 +29,7 @@ Duties of an implementation:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -74,8 +74,8 @@ class HostMemory(Protocol):
         ...
 
     @property
-    def process(self) -> int:
-        """The process that has registered that rank's engine; 0 if none has, or the kernel does not report it."""
+    def lender(self) -> Hashable:
+        """Whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's."""
         ...
 
 

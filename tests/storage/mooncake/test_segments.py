@@ -61,7 +61,9 @@ async def test_objects_of_several_sizes_of_one_rank_are_one_rank() -> None:
     pool = Pool()
     segments = Segments(lending(64 * MIB), pool.call)
     workers = [Memory(4096, rank, process) for process, rank in ((11, 0), (11, 0), (12, 1), (12, 1), (13, 0))]
-    for memory in workers:
+    carrier = Memory(4096)  # between levels: no rank's
+    carrier.lender = None
+    for memory in (*workers, carrier):
         segments.began(memory)
     await until(lambda: len(pool.lent) == 2)
     segments.ended(workers[0])

@@ -24,7 +24,8 @@ class SimMemory:
         self.view = self.array.data
         self.pinned = True
         self.urgent = False
-        self.rank = self.process = 0
+        self.rank = 0
+        self.lender = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ ends: an engine that starts again finds the room, and what is in it, as before.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 import structlog
 
@@ -32,13 +32,14 @@ class Segments:
     ) -> None:
         self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
-        self._served: dict[int, tuple[int, int]] = {}  # by the address of its staging memory: process or address, rank
+        self._served: dict[int, Hashable] = {}  # lenders, by the address of their staging memory
         self._running: set[asyncio.Task[None]] = set()
         self.lent = 1  # or being lent
 
     def began(self, memory: HostMemory) -> None:
         """The rank with this staging memory is served from now on."""
-        self._served[memory.address] = memory.process or memory.address, memory.rank
+        if memory.lender is not None:
+            self._served[memory.address] = memory.lender
         if self._nbytes and len(set(self._served.values())) > self.lent:
             self.lent += 1
             self._running.add(task := asyncio.ensure_future(self._lend(memory.rank)))
