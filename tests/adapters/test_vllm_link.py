@@ -116,7 +116,9 @@ def test_one_line_says_that_a_daemon_was_started_which_lives_until_the_last_engi
         monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
         monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
         one, other = OneEngine(), OneEngine("f")
-        pid, daemon = one.daemon(), one.finder.started and one.finder.started.process
+        pid = one.daemon()
+        assert one.finder.started is not None
+        daemon = one.finder.started.process
         assert daemon is not None
         write(other, "a")
         one.close()

@@ -298,9 +298,9 @@ async def test_only_the_user_who_registered_an_engine_speaks_for_it(
     async with serving(endpoint, "e") as (_, memory):
         registrant = daemon.engines.get("e")
         assert registrant is not None
-        real = daemon.engines.uid_of
-        mine = registrant.clients.copy()
-        monkeypatch.setattr(daemon.engines, "uid_of", lambda peer: real(peer) if peer in mine else 12345)
+        mine = [daemon.clients.get(peer) for peer in registrant.clients]
+        theirs = property(lambda one: (os.getuid(), os.getpid()) if one in mine else (12345, 1))
+        monkeypatch.setattr(KnownClient, "who", theirs)
         async with client(endpoint, "e") as foreign:
             for ask in (foreign.match(["k"]), foreign.offer(0, memory.handle()), foreign.unregister(), foreign.pause()):
                 with pytest.raises(RequestError) as caught:

@@ -98,11 +98,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """A client's registration, and the user id and process of the client; None and 0 on tcp."""
+    """A client's registration, and the user id and process of the client; None on tcp."""
 
     asked: wire.Register
     uid: int | None
-    pid: int
+    pid: int | None
 
 
 class HostedEngine:
