@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from transferd.config.toml import to_toml
-from transferd.errors import TransferError
+from transferd.errors import ConnectTimeout, TransferError
 from transferd.runtime.address import socket_path
 
 START_TIMEOUT_S = 60.0
@@ -172,7 +172,6 @@ def running(
 def _await_ready(daemon: DaemonProcess, *, engine: bool) -> None:
     """Wait until the daemon serves the engine of [cache] or, without one, answers."""
     from transferd.client.sync_client import SyncClient
-    from transferd.errors import ConnectTimeout
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:
