@@ -221,7 +221,7 @@ class DaemonFinder:
 
 
 class OneDaemon(DaemonFinder):
-    """The daemon of all links of this process. The first link starts it; `end` ends it."""
+    """The daemon of all links of this process. The first link starts it; `end` leaves it."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)

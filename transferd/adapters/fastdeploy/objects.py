@@ -47,10 +47,6 @@ class NodeDaemon:
         self._lock = threading.Lock()
 
     @property
-    def listening(self) -> bool:
-        return not nobody_listens(self._companion.endpoint)
-
-    @property
     def starting(self) -> bool:
         return nobody_listens(self._companion.endpoint)
 

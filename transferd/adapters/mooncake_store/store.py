@@ -114,7 +114,7 @@ class MooncakeDistributedStore:
         return self.setup()
 
     def close(self) -> int:
-        """Leave the daemon; one that was started here ends. Idempotent."""
+        """Leave the daemon, which ends if engines have started it and this was the last. Idempotent."""
         with self._lock:
             attached, self._attached = list(self._attached.values()), {}
             finder, self._finder = self._finder, None
