@@ -176,7 +176,10 @@ class Driver(Protocol):
         ...
 
     def write_value(self, address: int, value: int, stream: int) -> None:
-        """Write a 64-bit word of device memory when everything before it in the stream is done and visible."""
+        """Write a 64-bit word when everything before it in the stream is done and visible.
+
+        The word is in device memory, or in registered host memory (see DeviceInfo.same_address).
+        """
         ...
 
     def wait_value(self, address: int, value: int, stream: int) -> None:

@@ -357,7 +357,8 @@ class DeviceResources:
         if not self.info.words:
             return None
         try:
-            timelines = Timelines(self.driver, self.context)
+            host = self._tuning.host_words and self.info.same_address
+            timelines = Timelines(self.driver, self.context, host=host)
         except DeviceLost:
             raise
         except TierError as error:
@@ -446,14 +447,14 @@ class DeviceResources:
             regions=[ipc.ExportedRegion(handle=exported, nbytes=self._layout.device.extent)],
             arrays=describe(self._layout),
             event=event,
-            timelines=None if self.timelines is None else self.timelines.exported,
+            timelines=None if self.timelines is None else self.timelines.exported(),
         )
         return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
         if self.timelines is None:
             return handle
-        return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})
+        return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported())})
 
     @property
     def waiting_s(self) -> float:
