@@ -11,6 +11,8 @@ device, and the launch carries the block ids, so there is nothing to keep alive 
 The "rows" path has no stages either: the copy engine finds a block's segments by itself, where they lie equally far
 apart (rows.py). It needs no kernel, so it takes no turns with the engine's kernels.
 
+The "pairs" path makes rows of two blocks' pieces of a segment, where layers lie apart.
+
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
 that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
 runs, and host memory in which a block is not one dense range.
@@ -28,7 +30,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +57,7 @@ from transferd.tiers.cuda.kernel import (
 )
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
-from transferd.tiers.cuda.rows import RowCopies, block_rows
+from transferd.tiers.cuda.rows import PairCopies, RowCopies, block_rows
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
 BATCH_MOST = 256  # DMAs in one batch
@@ -82,7 +84,8 @@ class PackedOrder:
 
     table: int  # the kernel's, in device memory; 0 if nothing is gathered
     cutter: Cutter
-    rows: RowCopies  # all segments of such a block; empty if they cannot be copied as rows
+    rows: RowCopies  # all segments of such a block; without any if they cannot be copied as rows
+    pairs: PairCopies
     # by whether the copy goes out of the device, and whether the host memory is registered
     ways: Mapping[tuple[bool, bool], CopyPath]
 
@@ -117,10 +120,12 @@ def plan_order(
     tuning: Tuning,
     *,
     gathers: bool = True,
+    pairs: bool = False,
 ) -> tuple[PackedOrder, bytes]:
     """How blocks with their segments in this order are copied, and the kernel's table, which is not uploaded yet.
 
-    gathers: whether there are a kernel and staging. allocations: as in KernelTable.
+    gathers: whether there are a kernel and staging. pairs: whether copies of rows go in batches, as pairs must.
+    allocations: as in KernelTable.
     """
     cache, offsets = _joined(cache, order, slot_bytes)
     order = np.argsort(offsets, kind="stable")
@@ -134,11 +139,12 @@ def plan_order(
             outward=outward,
             dma_most=tuning.dma_most,
             gathers=gathers,
+            pairs=pairs and registered and 2 * int(cache.geometry.nbytes.max()) <= tuning.dma_most,
         )
         for outward in (True, False)
         for registered in (True, False)
     }
-    return PackedOrder(0, cutter, rows, ways), segment_table(cache, cutter.offsets, order)
+    return PackedOrder(0, cutter, rows, PairCopies(cache, offsets), ways), segment_table(cache, cutter.offsets, order)
 
 
 def _joined(cache: Arena, order: Ids, slot_bytes: int) -> tuple[Arena, Ids]:
@@ -195,7 +201,7 @@ class Submitter:
         self.preferred = copy_path
         self.batching = kernel_table.batches
         self.row_batching = kernel_table.row_batches
-        self.counts = dict.fromkeys(("gather", "rows", "straight"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(get_args(CopyPath), 0)
         self.unregistered = 0
         self._driver = driver
         self._kernel_table = kernel_table
@@ -263,8 +269,8 @@ class Submitter:
         self.counts[path] += 1
         if moves is None or order is None or path == "straight":
             yield from self._runs(plan, host)
-        elif path == "rows":
-            yield from self._rows(moves, order, host)
+        elif path != "gather":
+            yield from self._rows(moves, order.rows if path == "rows" else order.pairs, host)
         else:
             yield from self._blocks(moves, order, host)
 
@@ -283,7 +289,13 @@ class Submitter:
         if known is None:
             gathers = bool(table.function)
             known, content = plan_order(
-                table.cache, order, table.slot_bytes, table.allocations, table.tuning, gathers=gathers
+                table.cache,
+                order,
+                table.slot_bytes,
+                table.allocations,
+                table.tuning,
+                gathers=gathers,
+                pairs=table.row_batches,
             )
             if gathers:
                 room = self._tables.pop() if self._tables else 0
@@ -294,28 +306,34 @@ class Submitter:
 
     def _path(self, order: PackedOrder, *, registered: bool) -> CopyPath:
         way = self.preferred or order.ways[self.outward, registered]
-        if way == "rows" and not (order.rows and registered):
+        if (way == "rows" and not (order.rows.rows and registered)) or (
+            way == "pairs" and not (self.row_batching and registered)
+        ):
             way = "gather"
         return "straight" if way == "gather" and not self._kernel_table.function else way
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def _rows(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
+    def _rows(self, moves: Moves, rows: RowCopies | PairCopies, host: HostMemory) -> Iterator[Submitted]:
         cache_ids, places, _ = self._places(moves, host)
         nbytes, origin = int(moves.source.nbytes.sum()), self._kernel_table.cache.origin
         cuts = np.array(boundaries(host.address, host.nbytes), dtype=np.int64)
         at = np.searchsorted(cuts, places, side="right")
         divided = np.append(cuts, np.iinfo(np.int64).max)[at] < places + nbytes  # they lie in two registrations
         self.tail = self._copies
-        each = len(order.rows)
-        step = max(1, min(STEP_BYTES // nbytes, BATCH_MOST // each))
-        table = order.rows.table(origin, cache_ids[~divided], places[~divided])
-        for start in range(0, len(table), step * each):
-            part = table[start : start + step * each]
+        if divided.any():
+            for block, place in zip(cache_ids[divided].tolist(), places[divided].tolist(), strict=True):
+                yield Submitted(nbytes, self._row_by_row(rows, block, place, cuts.tolist()))
+            cache_ids, places = cache_ids[~divided], places[~divided]
+        table = rows.table(origin, cache_ids, places, cuts)
+        step = max(1, min(BATCH_MOST, STEP_BYTES * len(table) // max(1, nbytes * len(places))))
+        moved = np.cumsum(table[:, 4] * table[:, 5])[step - 1 :: step].tolist()
+        for number, start in enumerate(range(0, len(table), step)):
+            part = table[start : start + step]
             self._in_rows(part)
-            yield Submitted(nbytes * (len(part) // each), len(part))
-        for block, place in zip(cache_ids[divided].tolist(), places[divided].tolist(), strict=True):
-            yield Submitted(nbytes, self._row_by_row(order.rows, block, place, cuts.tolist()))
+            before = moved[number - 1] if number else 0
+            end = moved[number] if number < len(moved) else nbytes * len(places)
+            yield Submitted(end - before, len(part))
 
     def _in_rows(self, table: RowTable) -> None:
         """Submit these copies, in one batch if the driver takes one."""
@@ -331,9 +349,9 @@ class Submitter:
                 return
         self._driver.copy_row_table(table, self._copies, outward=self.outward, batch=False)
 
-    def _row_by_row(self, rows: RowCopies, block: int, place: int, cuts: list[int]) -> int:
+    def _row_by_row(self, rows: RowCopies | PairCopies, block: int, place: int, cuts: list[int]) -> int:
         """The same for a block that lies in two registrations: a copy for each row, and none across a cut."""
-        runs = cut(np.concatenate([part.runs(block) for part in rows.rows]), 1, cuts, place)
+        runs = cut(rows.runs(block), 1, cuts, place)
         origin = self._kernel_table.cache.origin
         for offset, packed, nbytes in runs.tolist():
             device, host = origin + offset, place + packed

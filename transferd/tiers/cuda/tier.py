@@ -386,7 +386,8 @@ class DeviceResources:
             (self.arena.origin, self._layout.device.extent)
         ]
         order, function = np.arange(len(self.arena.geometry.nbytes)), 0
-        main, table = plan_order(self.arena, order, self._slot_bytes, allocations, tuning)
+        row_batches = self._settings.batches and self.info.same_address and row_batches_work(driver)
+        main, table = plan_order(self.arena, order, self._slot_bytes, allocations, tuning, pairs=row_batches)
         if copy_path == "gather" or (copy_path is None and "gather" in main.usual_ways):
             function = take_kernel(driver, self.info.index, image)
             self._owned.add(lambda: give_kernel(driver, self.info.index))
@@ -397,7 +398,7 @@ class DeviceResources:
             main,
             self._slot_bytes,
             batches=self._settings.batches and driver.batches and self.info.same_address,
-            row_batches=self._settings.batches and self.info.same_address and row_batches_work(driver),
+            row_batches=row_batches,
             tuning=tuning,
             allocations=allocations,
         )
