@@ -60,6 +60,11 @@ class Costs:
         """Seconds for a block of this many bytes in copies of so many rows each."""
         return nbytes / self.bus + self.row_call_s * len(heights) + self.row_s * sum(heights)
 
+    def pairs(self, pieces: npt.NDArray[np.int64]) -> float:
+        """Seconds for a block of these pieces, each in a copy with another block's. Only where pairs were measured."""
+        assert self.pair_s is not None
+        return float(pieces.sum()) / self.bus + self.pair_s * len(pieces) / 2
+
     def gathered(self, nbytes: int) -> float:
         """Seconds for a block of this many bytes through staging."""
         return nbytes / self.gather
@@ -86,7 +91,7 @@ class Costs:
         if heights:
             costs["rows"] = self.rows(heights, nbytes) * beside_copies
         if pairs and self.pair_s is not None:
-            costs["pairs"] = (nbytes / self.bus + self.pair_s * len(pieces) / 2) * beside_copies
+            costs["pairs"] = self.pairs(pieces) * beside_copies
         costs["straight"] = self.straight(pieces, outward=outward, dma_most=dma_most) * beside_copies
         if gathers:
             costs["gather"] = self.gathered(nbytes) * beside_kernels

@@ -81,7 +81,7 @@ class RowCopy(NamedTuple):
 
 
 RowTable = npt.NDArray[np.uint64]
-"""uint64 [n, 6], C-contiguous: the first six fields of a RowCopy each."""
+"""uint64 [n, 14], C-contiguous: a CUDA_MEMCPY3D_BATCH_OP each (batches.row_table)."""
 
 MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
 

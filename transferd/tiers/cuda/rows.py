@@ -19,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena
-from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
+from transferd.tiers.cuda.driver import MAX_PITCH
 
+Rows = npt.NDArray[np.int64]  # [n, 6]: the first six fields of a RowCopy each
+WIDTH, HEIGHT = 4, 5
 PLANES = (1, 2)  # keys and values, or their scales, may take turns
 
 
@@ -75,13 +77,13 @@ class RowCopies:
         blocks: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
         _cuts: npt.NDArray[np.int64],
-    ) -> RowTable:
+    ) -> Rows:
         """The copies of these blocks. origin: of the cache. places: where each block begins in host memory."""
         table = np.empty((len(blocks), *self._table.shape), dtype=np.int64)
         table[:] = self._table
         table[:, :, 0] += origin + np.multiply.outer(blocks, self._strides)
         table[:, :, 2] += places[:, None]
-        return table.reshape(-1, 6).view(np.uint64)
+        return table.reshape(-1, 6)
 
 
 class PairCopies:
@@ -90,10 +92,20 @@ class PairCopies:
     def __init__(self, cache: Arena, packed_offsets: npt.NDArray[np.int64]) -> None:
         self._cache = cache.geometry
         self._packed = packed_offsets
+        self.nbytes = cache.geometry.nbytes
 
     def runs(self, block: int) -> npt.NDArray[np.int64]:
         """int64 [n, 3]: as BlockRows.runs, of all segments of a block."""
         return np.stack((self._cache.offsets + block * self._cache.strides, self._packed, self._cache.nbytes), axis=1)
+
+    def pieces(
+        self, origin: int, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of each segment of these blocks: its address in the cache, its address in host memory, and its bytes."""
+        cache = self._cache
+        here = np.multiply.outer(blocks, cache.strides)
+        here += cache.offsets + origin
+        return here.ravel(), np.add.outer(places, self._packed).ravel(), np.tile(cache.nbytes, len(blocks))
 
     def table(
         self,
@@ -101,7 +113,7 @@ class PairCopies:
         blocks: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64],
         cuts: npt.NDArray[np.int64],
-    ) -> RowTable:
+    ) -> Rows:
         """The copies of these blocks, as RowCopies.table. A block that has no partner is copies of one row.
 
         cuts: addresses in host memory that no copy may cross, ascending; no block crosses one by itself.
@@ -125,7 +137,7 @@ class PairCopies:
         pairs = table[: len(first)]
         np.multiply.outer(steps, self._cache.strides, out=pairs[:, :, 1])
         pairs[:, :, 3], pairs[:, :, 5] = pitches[:, None], 2
-        return table.reshape(-1, 6).view(np.uint64)
+        return table.reshape(-1, 6)
 
 
 def _partners(
