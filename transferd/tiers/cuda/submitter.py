@@ -469,17 +469,9 @@ class Submitter:
 
     def _between(self, dmas: SlotDmas, part: slice, slot: int, *, in_batches: bool) -> None:
         """Submit these DMAs between the slot at this address and host memory."""
-        if in_batches and self.batching and part.stop - part.start > 1:
-            slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
-            targets, sources = (hosts, slots) if self.outward else (slots, hosts)
-            self._transfer(targets, sources, dmas.sizes[part], registered=True)
-            return
-        copy, stream = self._driver.copy, self._copies
-        for host, offset, nbytes in dmas.calls[part]:
-            if self.outward:
-                copy(host, slot + offset, nbytes, stream)
-            else:
-                copy(slot + offset, host, nbytes, stream)
+        slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
+        targets, sources = (hosts, slots) if self.outward else (slots, hosts)
+        self._transfer(targets, sources, dmas.sizes[part], registered=in_batches)
 
     def _launch(self, chunk: CopyChunk, order: PackedOrder, ids: npt.NDArray[np.int32], slot: _StagingSlot) -> None:
         """Run the kernel between cache and slot. In the slot, blocks lie back to back in the copy's order."""
