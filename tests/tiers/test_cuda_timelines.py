@@ -156,7 +156,7 @@ async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threa
 
 
 async def test_words_in_host_memory_leave_nothing_to_keep_apart(threads: ThreadPools) -> None:
-    """No stream waits, so what frees memory goes at once beside an engine that hangs (ADR 130)."""
+    """No stream waits, so what frees memory goes at once beside an engine that hangs (ADR 133)."""
     async with rank(threads, words="host") as made:
         other = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=made.gpu)
         await other.open()

@@ -3,7 +3,7 @@
 A stream of the engine writes its number there as well (cuStreamWriteValue64), so no stream of the daemon waits for
 another process, and nothing that frees memory has to be kept apart from such waits (waits.py). The page is a memfd of
 the daemon's. An engine that can open it says so in the page; for any other the words in device memory serve, which
-every engine writes (docs/adr/0130).
+every engine writes (docs/adr/0133).
 """
 
 from __future__ import annotations
