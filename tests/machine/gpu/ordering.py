@@ -56,6 +56,9 @@ async def _late(machine: Machine, *, host: bool, steps: int, wait_s: float) -> l
     async with open_rig(machine, LATE, tuning=_words(machine, host=host)) as rig, peer(machine) as engine:
         if not await _attached(rig, engine):
             raise Failed("this device shares no timelines")
+        timelines = rig.tier.resources.timelines
+        if timelines is None or timelines.in_host != (host and machine.info.same_address):
+            raise Failed("the engine has not mapped its words in host memory")
         line = Timeline(0)
         for value in range(1, steps + 1):
             after = line.next()

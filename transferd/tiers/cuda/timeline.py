@@ -90,9 +90,14 @@ class Timelines:
         """Call `passed`, from another thread, when the timeline has reached `value`. Raises Closed, NoThreads."""
         if self._stopped:
             raise Closed("the device memory is being closed")
-        if self._page is not None and self._page.mapped:
+        if self._page is not None and self.in_host:
             return watch.hold(HostWait(self._page, slot, value, passed))
         return self._gate(slot).hold(value, passed)
+
+    @property
+    def in_host(self) -> bool:
+        """Whether tasks wait for words in host memory: the engine has mapped them."""
+        return self._page is not None and self._page.mapped
 
     @property
     def waiting(self) -> dict[int, int]:
