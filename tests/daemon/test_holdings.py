@@ -127,9 +127,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
 
 
 def client(uid: int | None, engine: Any = None, *, belongs: bool = False) -> Any:
-    return SimpleNamespace(
-        uid=uid, credentials=None if uid is None else SimpleNamespace(uid=uid, pid=7), engine=engine, belongs=belongs
-    )
+    return SimpleNamespace(uid=uid, who=(uid, None if uid is None else 7), engine=engine, belongs=belongs)
 
 
 OWN, ALICES, BOBS = hosted("own", None), hosted("alice", ALICE), hosted("bob", BOB)

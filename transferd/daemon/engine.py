@@ -98,10 +98,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """A client's registration, and the user id of the client; None on tcp."""
+    """A client's registration, and the user id and process of the client; None on tcp."""
 
     asked: wire.Register
     uid: int | None
+    pid: int | None
 
 
 class HostedEngine:
@@ -231,6 +232,7 @@ class HostedEngine:
             later=True,
         )
         staging.memory.rank = object_rank = config.geometry.first_rank + rank
+        staging.memory.lender = (self.registration and self.registration.pid) or self.name, object_rank
         context = RankContext(
             rank=rank,
             layout=layout,

@@ -229,7 +229,7 @@ class Holdings:
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """The owners of the objects that the client means; None for all owners. Raises RequestError."""
-        uid = None if client.credentials is None else client.credentials.uid
+        uid = client.uid
         if not engine:
             if is_operator(uid):
                 return None
@@ -271,9 +271,7 @@ class Holdings:
 
 
 def _by(client: KnownClient, engine: str) -> By:
-    who = client.credentials
-    uid, pid = (None, None) if who is None else (who.uid, who.pid)
-    return By(uid, pid, engine or ("" if client.engine is None else client.engine.owner.engine))
+    return By(*client.who, engine or ("" if client.engine is None else client.engine.owner.engine))
 
 
 def _reachable(depths: Sequence[int | None]) -> int:

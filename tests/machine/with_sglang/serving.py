@@ -246,7 +246,7 @@ class Server:
         return int(re.findall(r"started one: pid (\d+)", self.log)[-1])
 
     def runs_daemon(self) -> bool:
-        """Whether a daemon lives that it has started. Of two servers that start at once, one has started it in vain."""
+        """Whether a daemon lives that it has started."""
         started = re.findall(r"started one: pid (\d+)", self.log)
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             return bool(started) and Path(f"/proc/{started[-1]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -65,6 +65,7 @@ class CarryMemory:
 
     pinned = urgent = False
     rank = 0
+    lender = None
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

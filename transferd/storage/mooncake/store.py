@@ -168,10 +168,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes, memory.rank)
-        self._segments.began(memory.address, memory.rank)
+        self._segments.began(memory)
 
     def unregister(self, memory: HostMemory) -> None:
-        self._segments.ended(memory.address)
+        self._segments.ended(memory)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
