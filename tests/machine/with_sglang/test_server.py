@@ -296,7 +296,7 @@ def test_two_ranks_each_store_and_load_their_own_heads(place: Path, model: Path)
         assert all(one.like(other) for one, other in zip(warm, cold, strict=True))
         assert [one.cached for one in warm] == [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
         assert as_stored(server) == (PAGES, 2 * PAGES)
-        assert sorted(one["name"][-6:] for one in stats(server)["engines"]) == ["tp0-kv", "tp1-kv"]
+        assert sorted(name[-6:] for name in stats(server)["engines"]) == ["tp0-kv", "tp1-kv"]
 
 
 def test_a_full_and_a_read_only_disk_cost_hits_and_no_request(place: Path, model: Path, right: Right) -> None:
