@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,12 @@ from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
 from transferd.wire.answers import BlockPlaces, Purged
+
+
+class Lease(NamedTuple):
+    """The owner of an engine's pins with places: these end with the daemon, so no disk has to know them."""
+
+    owner: EngineOwner
 
 
 class Holdings:
@@ -117,13 +123,15 @@ class Holdings:
         blocks = self._blocks(engine, asked.keys, generation)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
-        held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        owner = Lease(engine.owner) if asked.places else engine.owner
+        held = await keeper.pin(owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
-        answer = {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
+        durable = 0 if asked.places else each.count(PinState.DURABLE)
+        answer = {"pinned": pinned, "durable": durable, "reachable": _reachable(depths)}
         if not asked.places or uid != os.geteuid() or len(engine.workers) != 1 or not self._by_schema:
             return answer
         return answer | {"places": self._places(engine, blocks, generation)}
@@ -140,7 +148,9 @@ class Holdings:
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
-        await keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
+        names = None if blocks is None else [name for names in blocks for name in names]
+        for owner in (engine.owner, Lease(engine.owner)):
+            await keeper.unpin(owner, names)
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
         if len(keys) > MAX_MATCH_KEYS:
