@@ -164,7 +164,8 @@ class KvEventFeed:
 
     def _announced(self) -> list[Announced]:
         self.up_to_date()
-        return [Announced(self._dp_rank, *held) for held in self.residency.announced().items()]
+        size = self.residency.block_size
+        return [Announced(self._dp_rank, *held, size) for held in self.residency.announced().items()]
 
     def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
         """The keys under which a task's blocks are announced: with token-indexed storage, those of the tokens."""
