@@ -223,6 +223,7 @@ class Residency:
         self._stored: OrderedDict[str, Block] = OrderedDict()  # by digest, longest unused first
         self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in levels}  # of those, by medium
         self._events: list[KvEvent] = []
+        self._fresh: list[tuple[str, Block]] = []
 
     # --- what happens -------------------------------------------------------------------------------
 
@@ -281,6 +282,15 @@ class Residency:
         """The events since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def drain_stored(self) -> list[tuple[str, Block]]:
+        """The stored blocks that were announced since the last call, and their digests."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def stored(self) -> list[tuple[str, Block]]:
+        """All stored blocks that are announced, and their digests, longest unused first."""
+        return list(self._stored.items())
 
     def announced(self) -> dict[str, list[Block]]:
         """All announced blocks, by medium, as of now."""
@@ -384,19 +394,23 @@ class Residency:
         self._emit_stored(medium, change.stored)
 
     def _announce_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        fresh, digests = [], []
-        for digest, block in zip(self._objects.ids(keys), blocks, strict=True):
+        self._fresh += self.announce_stored(zip(self._objects.ids(keys), blocks, strict=True))
+
+    def announce_stored(self, stored: Iterable[tuple[str, Block]]) -> list[tuple[str, Block]]:
+        """Announce those of these (digest, block) that storage has. Returns those that were not announced yet."""
+        fresh: list[tuple[str, Block]] = []
+        for digest, block in stored:
             if digest in self._stored:
                 self._stored.move_to_end(digest)
             elif self._holds(digest):  # a rank's object may have been evicted since it was stored
                 self._stored[digest] = block
-                fresh.append(block)
-                digests.append(digest)
-        self._emit_stored(MEDIUM_STORAGE, fresh)
-        for digest in digests:
+                fresh.append((digest, block))
+        self._emit_stored(MEDIUM_STORAGE, [block for _, block in fresh])
+        for digest, _ in fresh:
             self.object_moved(digest)
         while len(self._stored) > self._max_blocks:
             self.object_left(next(iter(self._stored)))
+        return fresh
 
     def _retract(self, digest: str, hash_: int) -> None:
         """Note that a block is no longer announced for storage."""
