@@ -158,6 +158,7 @@ class HostedEngine:
             only_flush=self.only_flush,
             sockets=shared.events,
             departures=shared.departures,
+            engine=name,
         )
         self.coordinator = Coordinator(
             self.dispatcher,
@@ -290,6 +291,8 @@ class HostedEngine:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)
         await self.cache.open()
+        if self.kv_events is not None:
+            self.kv_events.storage_opened()
 
     @property
     def block_size(self) -> int:

@@ -34,7 +34,7 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -180,7 +180,7 @@ class _ChosenDrain:
 
 
 class Outcomes(list[Outcome]):
-    """The outcomes of a load whose slots return later than its answer: a level was too slow, and is still reading.
+    """The outcomes of a load whose slots return later than its answer: a storage was too slow, and is still reading.
 
     returned: done when the caller has its slots back.
     """
@@ -188,6 +188,15 @@ class Outcomes(list[Outcome]):
     def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
         super().__init__(outcomes)
         self.returned = returned
+
+    @staticmethod
+    def after(outcomes: list[Outcome], late: Collection[asyncio.Future[Any]]) -> list[Outcome]:
+        """The outcomes of a load whose slots return when all of these have ended."""
+        return Outcomes(outcomes, asyncio.ensure_future(_ended(late))) if late else outcomes
+
+
+async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(late)
 
 
 class Index:
