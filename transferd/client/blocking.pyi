@@ -8,7 +8,7 @@ from transferd.client.handover import Tokens
 from transferd.client.offers import HandleLike
 from transferd.tasks import CopiesMade, LevelChange, Task, TaskResult, Warmed
 from transferd.wire import protocol as wire
-from transferd.wire.answers import Pinned, Purged
+from transferd.wire.answers import AtRestart, Pinned, Purged
 
 class BlockingStore:
     def match(self, keys: Sequence[str], *, timeout: float = ...) -> int: ...
@@ -82,6 +82,7 @@ class BlockingReports:
     def explain(self, task_id: str, engine: str = "") -> dict[str, Any]: ...
     def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]: ...
     def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]: ...
+    def restart_check(self) -> AtRestart: ...
 
 class BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingReports):
     @property

@@ -1,4 +1,4 @@
-"""What a client may ask of the daemon itself, as an observer may, too: reports. They change nothing."""
+"""What a client may ask of the daemon itself: reports, which change nothing. Observers may ask all but the last."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 from transferd.client.calls import Calls
 from transferd.wire import protocol as wire
+from transferd.wire.answers import AtRestart
+
+CHECK_TIMEOUT_S = 3600.0  # to ask a bucket for each object of a large memory level
 
 
 class ReportCalls(Calls):
@@ -34,3 +37,11 @@ class ReportCalls(Calls):
     async def clients(self, limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
         """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
         return list(await self._ask(wire.ListClients(limit, engine)))
+
+    async def restart_check(self) -> AtRestart:
+        """What a restart of the daemon would lose besides what `stats` says: for the daemon's user and root.
+
+        `transferd restart-check` makes a verdict of both. It asks each level of storage what it has, as a drain does,
+        and reads the configuration. Raises RequestError (`not_yours`).
+        """
+        return AtRestart(**await self._ask(wire.RestartCheck(), CHECK_TIMEOUT_S))

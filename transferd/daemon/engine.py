@@ -19,7 +19,7 @@ from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
 from transferd.config import DEFAULT_ENGINE, Config
 from transferd.config.generation import generation_of
-from transferd.config.ownership import creator
+from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
@@ -73,6 +73,9 @@ class Speakers(Protocol):
 
     def in_need_since(self, peers: Iterable[bytes]) -> float | None:
         """When the first of these clients that needs its engine's memory came; None if none needs it."""
+
+    def return_to(self, peers: Iterable[bytes]) -> bool | None:
+        """Whether these clients find the way to a new daemon by themselves; None if they do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +346,16 @@ class HostedEngine:
         if not ranks or came is None:
             return ranks, None
         return ranks, self._shared.clock.monotonic() - max(came, since)
+
+    @property
+    def returns(self) -> bool | None:
+        """Whether it comes back by itself after a restart of the daemon; None if its clients do not say.
+
+        Clients register and offer their memory again by themselves; whoever has attached memory must attach it anew.
+        """
+        if self.cache.creator is Creator.ENGINE:
+            return True if self.holders else None if self.registration is None else False
+        return self._shared.clients.return_to(self.clients)
 
     def ranks(self) -> list[RankReport]:
         """Its ranks as a report has them."""

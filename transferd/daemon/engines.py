@@ -192,6 +192,7 @@ class Engines:
             self._bind(peer, client, engine)
         client.engine_name, client.belongs = name, belongs
         client.generation = said.generation if belongs else None
+        client.returns = said.returns
         if engine is not None:
             engine.heard.set()
 

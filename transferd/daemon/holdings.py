@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.lookup import MAX_MATCH_KEYS
-from transferd.errors import RequestError
+from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper, PinState
@@ -27,7 +27,7 @@ from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire import protocol as wire
-from transferd.wire.answers import BlockPlaces, Purged
+from transferd.wire.answers import AtRestart, BlockPlaces, Purged
 
 
 class Holdings:
@@ -36,6 +36,7 @@ class Holdings:
     def __init__(self, config: Config, storage: Storage | None) -> None:
         self._storage = storage
         self._backend = config.storage.title
+        self._stop_copies_s = config.storage.drain_at_stop
         self._most_share = config.engines.storage_share
         self._pin_share = config.engines.pin_share
         self._by_schema = config.storage.key_schema == "transferd"
@@ -183,6 +184,19 @@ class Holdings:
             what = f"the store is {self._backend} alone, so no level {asked.level[:80]!r} can be {how}"
             raise RequestError(f"{what} (storage.levels)", code="unknown_level")
         return msgspec.structs.asdict(await levels.change(asked.level, leaves=asked.leaves))
+
+    async def restart_check(self, client: KnownClient, would_not_start: Callable[[], str]) -> dict[str, Any]:
+        """An AtRestart as plain data. It asks every level, so it needs a right. Raises RequestError."""
+        if not is_operator(client.uid):
+            raise RequestError("only the daemon's user and root may ask what a restart loses", code="not_yours")
+        objects, nbytes, unknown = 0, 0, ""
+        try:
+            if self._storage is not None:
+                objects, nbytes = await self._storage.only_here()
+        except TransferError as error:
+            unknown = str(error)
+        lost = AtRestart(objects, nbytes, unknown, self._stop_copies_s, would_not_start())
+        return msgspec.structs.asdict(lost)
 
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
         """Make copies in other nodes of a pool. It needs a right, because the copies take other nodes' room."""

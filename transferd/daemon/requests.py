@@ -173,6 +173,10 @@ class Requests:
     def make_copies(self, peer: bytes, asked: wire.MakeCopies) -> Begin:
         return lambda: self._engines.holdings.make_copies(self._clients[peer], asked)
 
+    def restart_check(self, peer: bytes, _: wire.RestartCheck) -> Begin:
+        engines = self._engines
+        return lambda: engines.holdings.restart_check(self._clients[peer], engines.acts.would_not_start)
+
     # --- reports ------------------------------------------------------------------------------------
 
     def stats(self, _peer: bytes, _: wire.Stats) -> Any:

@@ -162,6 +162,7 @@ def _engine(
         first_rank=engine.config.geometry.first_rank,
         dp_rank=engine.config.events.dp_rank,
         clients=len(engine.clients),
+        returns=engine.returns,
         model=engine.config.storage.model,
         generation=engine.dispatcher.generation,
         fingerprint=_fingerprint(engine),

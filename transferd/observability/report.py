@@ -434,6 +434,7 @@ class EngineReport(ReportSection):
     first_rank: int = 0  # of these within a group of several nodes
     dp_rank: int = 0  # in its KV events
     clients: Annotated[int, Gauge("clients that speak for it")] = 0
+    returns: bool | None = None  # whether it comes back by itself after a restart; null if its clients do not say
     model: str = ""  # part of every key
     generation: str = ""  # weight version
     fingerprint: FingerprintReport | str = msgspec.field(default_factory=FingerprintReport)

@@ -341,6 +341,10 @@ class Storage(abc.ABC):
         """Its part in a pool, or None if no other node keeps its objects."""
         return None
 
+    async def only_here(self) -> tuple[int, int]:
+        """Objects and bytes that are in this process's memory and nowhere else. Raises StorageError, RequestError."""
+        return 0, 0
+
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
         """The backend that this configuration describes, not yet open. Raises ConfigError.

@@ -97,6 +97,7 @@ class Hello(OfObserver, frozen=True, tag="hello", omit_defaults=True):
     configured: str | None = None  # from that daemon's Welcome
     # blocks that its engine's adapter has not stored since then, by reason (tasks.NOT_STORED)
     not_stored: TurnedAway = {}
+    returns: bool | None = None  # whether the client hears of a new daemon, and can attach its memory there
 
 
 class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
@@ -294,6 +295,10 @@ class MakeCopies(OfAnyone, frozen=True, tag="make_copies"):
     """
 
     leaves: bool
+
+
+class RestartCheck(OfAnyone, frozen=True, tag="restart_check"):
+    """What a restart of the daemon would lose that its report does not say. Value: an AtRestart (wire/answers.py)."""
 
 
 class Stats(OfObserver, frozen=True, tag="stats"):

@@ -182,6 +182,10 @@ class LevelsStorage(Storage, Index, Levels):
         self._check_open()
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
 
+    async def only_here(self) -> tuple[int, int]:
+        self._check_open()
+        return await self._leaving.only_here()
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Report an object when its last copy leaves, as far as that is known without I/O."""
 
