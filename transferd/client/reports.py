@@ -1,4 +1,4 @@
-"""What a client may ask of the daemon itself: reports, which change nothing. Observers may ask all but the last."""
+"""What a client may ask of the daemon itself: reports, which change nothing. Most of them observers may ask as well."""
 
 from __future__ import annotations
 
@@ -25,6 +25,15 @@ class ReportCalls(Calls):
         recorder does not have the task (any more).
         """
         return dict(await self._ask(wire.Explain(task_id, engine)))
+
+    async def why(self, key: str, engine: str = "") -> list[dict[str, Any]]:
+        """What the daemon knows of a stored block: where it is, when it was stored and by whom, or why it has left.
+
+        engine: only what this engine has stored. Returns a row for each engine and generation that has, or had, the
+        block; transferd/daemon/traffic.py describes it. For the engine's user, the daemon's user and root: raises
+        RequestError (`not_yours`).
+        """
+        return list(await self._ask(wire.Why(key, engine)))
 
     async def tasks(self, which: wire.Which = "recent", limit: int = 100, engine: str = "") -> list[dict[str, Any]]:
         """List running, slow, failed or recent tasks; transferd/daemon/listing.py describes a row.

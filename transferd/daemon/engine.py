@@ -34,6 +34,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
+from transferd.daemon.traffic import Traffic
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import RankReport
@@ -92,6 +93,7 @@ class Shared:
     events: EventSockets | None  # the sockets of KV events
     departures: Departures
     tasks: TaskLog  # gets every answered task
+    traffic: Traffic  # gets every look-up and answered task
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
@@ -182,7 +184,7 @@ class HostedEngine:
             tokens=self.tokens,
             owner=self.owner,
             pieces=self._shared.pieces,
-            looked_up=functools.partial(self._shared.tasks.looked_up, self.name),
+            looked_up=self._looked_up,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -347,6 +349,16 @@ class HostedEngine:
             return ranks, None
         return ranks, self._shared.clock.monotonic() - max(came, since)
 
+    def _looked_up(self, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
+        self._shared.tasks.looked_up(self.name, blocks, found)
+        if keys:
+            self._shared.traffic.looked_up(self, keys, missing)
+
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
+        tasks = self._shared.tasks
+        self._shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
+        tasks.ended(self.name, task, result, ran)
+
     @property
     def returns(self) -> bool | None:
         """Whether it comes back by itself after a restart of the daemon; None if its clients do not say.
@@ -390,7 +402,7 @@ class HostedEngine:
             self.renamed(self, before)
 
         deliver, progressed = shared.clients.deliver, shared.clients.progressed
-        ended = functools.partial(shared.tasks.ended, self.name)
+        ended = self._ended
         if events is None:
             return Listeners(deliver, ended, lambda _: None, renamed, epoch_began, progressed)
 

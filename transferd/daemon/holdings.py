@@ -229,6 +229,15 @@ class Holdings:
             self._check_right(client, uid, owners[0])
         return mine
 
+    def open_to(self, client: KnownClient, engine: str = "") -> list[str]:
+        """The engines, or the one of this name, whose stored blocks this client may ask for. Raises RequestError."""
+        owners = [owner for owner in self._engines if engine in ("", owner.engine)]
+        mine = [owner.engine for owner in owners if self._has_right(client, client.uid, owner)]
+        if owners and not mine:
+            what = "only the engine's user, the daemon's user and root may ask what it has stored"
+            raise RequestError(what, code="not_yours")
+        return mine
+
     def _called(self, engine: str) -> Iterator[EngineOwner]:
         """The owners of this name: an engine that is there, and earlier ones that have left objects."""
         known = [*self._engines, *(one.owner for one in self._keeper.holdings())]

@@ -185,6 +185,10 @@ class Requests:
     def explain(self, peer: bytes, explain: wire.Explain) -> dict[str, Any]:
         return self._story(explain.task_id, explain.engine, self._clients[peer].engine_name)
 
+    def why(self, peer: bytes, why: wire.Why) -> list[dict[str, Any]]:
+        may_ask = self._engines.holdings.open_to(self._clients[peer], why.engine)
+        return self._engines.traffic.key(why.key, may_ask)
+
     def tasks(self, _peer: bytes, tasks: wire.ListTasks) -> list[dict[str, Any]]:
         return self._listing.tasks(tasks.which, tasks.limit, tasks.engine)
 

@@ -315,6 +315,16 @@ class Explain(OfObserver, frozen=True, tag="explain"):
     engine: EngineName = ""
 
 
+class Why(OfAnyone, frozen=True, tag="why"):
+    """Value: what is known of a stored block: a map for each engine and generation; daemon/traffic.py describes it.
+
+    For those who may purge what the engine stores; others could try keys. engine: "" means all that the client may ask.
+    """
+
+    key: str
+    engine: EngineName = ""
+
+
 Which = Literal["recent", "running", "slow", "failed"]
 Limit = Annotated[int, msgspec.Meta(ge=1, le=1000)]  # rows of one answer
 

@@ -72,6 +72,8 @@ def corpus() -> list[bytes]:
         wire.Warm(2**62, "memory", "model"),
         wire.ChangeLevel("attic", leaves=True),
         wire.MakeCopies(leaves=False),
+        wire.RestartCheck(),
+        wire.Why("k"),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),

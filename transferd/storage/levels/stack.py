@@ -32,6 +32,7 @@ from transferd.storage.base import (
     Found,
     Index,
     Item,
+    Noted,
     Outcome,
     PoolNode,
     Storage,
@@ -197,6 +198,14 @@ class LevelsStorage(Storage, Index, Levels):
 
         each = [level.storage.index.tell_departures(gone) for level in self.all_levels]
         return all(each)
+
+    def trace(self, noted: Callable[[str], Noted], place: str) -> None:  # noqa: ARG002 - each level has a name
+        for level in self.all_levels:
+            level.storage.index.trace(noted, level.name)
+
+    @property
+    def out(self) -> list[str]:
+        return [level.name for level in self.all_levels if level.out]
 
     def tell(self, changed: Callable[[str], None]) -> None:
         for level in self.all_levels:
