@@ -16,13 +16,15 @@ from transferd import SyncClient, WriteStorageTask
 from transferd.blocks.formats import object_format
 from transferd.blocks.layout import build_layout
 from transferd.cli import main as cli
+from transferd.cli.replay.trace import read_trace
 from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.daemon import traffic as module
 from transferd.daemon.preflight import build_engine
 from transferd.daemon.traffic import Traffic
-from transferd.observability import logs
+from transferd.observability import key_trace, logs
 from transferd.observability.key_history import KeyHistory
+from transferd.observability.key_trace import KEPT_S, KeyTrace
 from transferd.observability.report import MISSED_FOR
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.admission import SecondUse
@@ -106,6 +108,21 @@ def test_a_daemon_says_where_a_block_has_gone_and_why_look_ups_miss(tmp_path: Pa
         assert slow["seconds_p99_s"] >= slow["storage_p99_s"] > 0
         assert "what if" in run("stats", "--endpoint", process.endpoint)
 
+        assert client.record() == {"last": 0, "lost": 0, "requests": []}, "nothing was kept before"
+        long = [f"r{number}" for number in range(300)]
+        client.match(long)
+        client.match(long[:256])
+        client.match(["short"])
+        file = tmp_path / "trace.jsonl"
+        text = run("record", str(file), "--seconds", "0", "--endpoint", process.endpoint)
+        assert text.startswith(f"2 look-ups in {file}")
+        first, second = read_trace(file)
+        assert first.hash_ids == second.hash_ids, "an id for each 512 tokens, which are 128 blocks"
+        assert len(set(first.hash_ids)) == 2
+        assert (first.timestamp, first.input_length, second.input_length) == (0.0, 1200, 1024)
+        assert "r127" not in file.read_text()
+        assert [row[1:3] for row in client.record(1)["requests"]] == [["default", 1024], ["default", 4]]
+
 
 CONFIG = from_tree({"cache": {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4}})
 FORMAT = object_format(CONFIG.storage, build_layout(CONFIG.geometry))
@@ -114,7 +131,9 @@ NBYTES = FORMAT.slot_bytes
 
 def an_engine(name: str = "e") -> Any:
     ranks = [SimpleNamespace(context=SimpleNamespace(object_rank=rank)) for rank in range(2)]
-    return SimpleNamespace(name=name, objects=FORMAT, workers=ranks, dispatcher=SimpleNamespace(generation="g"))
+    return SimpleNamespace(
+        name=name, objects=FORMAT, workers=ranks, block_size=4, dispatcher=SimpleNamespace(generation="g")
+    )
 
 
 def names(key: str) -> list[str]:
@@ -180,6 +199,27 @@ def test_a_history_has_the_last_event_of_a_place_and_forgets_the_oldest() -> Non
         memory(str(number), "stored", None)
     assert set(history.of("k")) == {"file"}
     assert history.of("9")["memory"].engine == ""
+
+
+def test_a_trace_is_kept_for_a_reader_alone_and_says_what_it_has_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(key_trace, "MOST_IDS", 3)
+    monkeypatch.setattr(key_trace, "ANSWERED", 2)
+    trace = KeyTrace(lambda: now[0])
+    trace.looked_up("e", ["before"], 512)
+    assert trace.read(0)["requests"] == []
+    for number in range(5):
+        trace.looked_up("e", [f"{number}"], 512)
+    found = trace.read(0)
+    assert (found["last"], found["lost"], len(found["requests"])) == (4, 0, 2)
+    found = trace.read(4)
+    assert (found["last"], found["lost"], len(found["requests"])) == (5, 0, 1)
+    for number in range(5):
+        trace.looked_up("e", [f"{number}"], 512)
+    assert trace.read(5)["lost"] == 2
+    now[0] += KEPT_S + 1
+    trace.looked_up("e", ["late"], 512)
+    assert trace.read(7)["requests"] == [], "the reader was away for too long"
 
 
 def test_each_reason_is_one_that_the_report_names_and_the_command_explains() -> None:

@@ -47,6 +47,14 @@ class ReportCalls(Calls):
         """List connected clients: {client, engine, peer, uid, pid, observer, connected_s, silent_s, tasks} of each."""
         return list(await self._ask(wire.ListClients(limit, engine)))
 
+    async def record(self, after: int = 0) -> dict[str, Any]:
+        """Engines' look-ups since the one of number `after`, without contents, for the daemon's user and root.
+
+        {last, lost, requests: [[seconds, engine, tokens, ids]]}; ask again within 30 seconds, with after=last. The
+        daemon keeps nothing before the first call. `transferd record` writes them as a trace. Raises RequestError.
+        """
+        return dict(await self._ask(wire.Record(after)))
+
     async def restart_check(self) -> AtRestart:
         """What a restart of the daemon would lose besides what `stats` says: for the daemon's user and root.
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from transferd.config import Config
-from transferd.daemon.belonging import is_operator
+from transferd.daemon.belonging import check_operator, is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.lookup import MAX_MATCH_KEYS
@@ -174,8 +174,7 @@ class Holdings:
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
-        if not is_operator(client.uid):
-            raise RequestError("only the daemon's user and root may change the levels of storage", code="not_yours")
+        check_operator(client.uid, "change the levels of storage")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         levels = self._storage.levels
@@ -187,8 +186,7 @@ class Holdings:
 
     async def restart_check(self, client: KnownClient, would_not_start: Callable[[], str]) -> dict[str, Any]:
         """An AtRestart as plain data. It asks every level, so it needs a right. Raises RequestError."""
-        if not is_operator(client.uid):
-            raise RequestError("only the daemon's user and root may ask what a restart loses", code="not_yours")
+        check_operator(client.uid, "ask what a restart loses")
         objects, nbytes, unknown = 0, 0, ""
         try:
             if self._storage is not None:
@@ -200,8 +198,7 @@ class Holdings:
 
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
         """Make copies in other nodes of a pool. It needs a right, because the copies take other nodes' room."""
-        if not is_operator(client.uid):
-            raise RequestError("only the daemon's user and root may have a pool's objects copied", code="not_yours")
+        check_operator(client.uid, "have a pool's objects copied")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         pool = self._storage.pool

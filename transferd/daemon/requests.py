@@ -15,6 +15,7 @@ import msgspec
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
+from transferd.daemon.belonging import check_operator
 from transferd.daemon.clients import Clients
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -176,6 +177,10 @@ class Requests:
     def restart_check(self, peer: bytes, _: wire.RestartCheck) -> Begin:
         engines = self._engines
         return lambda: engines.holdings.restart_check(self._clients[peer], engines.acts.would_not_start)
+
+    def record(self, peer: bytes, record: wire.Record) -> dict[str, Any]:
+        check_operator(self._clients[peer].uid, "record what engines look up")
+        return self._engines.traffic.trace.read(record.after)
 
     # --- reports ------------------------------------------------------------------------------------
 

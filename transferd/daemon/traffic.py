@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transferd.observability.key_history import KeyHistory
+from transferd.observability.key_trace import KeyTrace
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
@@ -34,13 +35,14 @@ class _Missed:
 
 
 class Traffic:
-    """One for the daemon. storage: that of blocks by keys, if any. asks: whether an engine looks up before it reads."""
+    """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record."""
 
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
         self._storage, self._admission = storage, admission
         self._now = clock.monotonic
         self._what_if = WhatIf(clock.monotonic)
         self._history = KeyHistory(clock.monotonic)
+        self.trace = KeyTrace(clock.monotonic)
         self._missed: dict[str, _Missed] = {}
         self._engines: dict[str, HostedEngine] = {}  # those that have looked something up, or stored it
         if storage is not None:
@@ -51,6 +53,7 @@ class Traffic:
     def looked_up(self, engine: HostedEngine, keys: Sequence[str], missing: int | None) -> None:
         """Note a look-up of a chain of blocks. missing: the position of the first one that is not there."""
         self._what_if.looked_up(engine.name, keys, self._came(engine))
+        self.trace.looked_up(engine.name, keys, engine.block_size)
         missed = self._missed.setdefault(engine.name, _Missed())
         if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
             missed.generations.append(engine.dispatcher.generation)

@@ -301,6 +301,12 @@ class RestartCheck(OfAnyone, frozen=True, tag="restart_check"):
     """What a restart of the daemon would lose that its report does not say. Value: an AtRestart (wire/answers.py)."""
 
 
+class Record(OfAnyone, frozen=True, tag="record"):
+    """Value: engines' look-ups since the one of number `after`, as a trace; observability/key_trace.py describes it."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
 class Stats(OfObserver, frozen=True, tag="stats"):
     pass
 

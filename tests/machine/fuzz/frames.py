@@ -74,6 +74,7 @@ def corpus() -> list[bytes]:
         wire.MakeCopies(leaves=False),
         wire.RestartCheck(),
         wire.Why("k"),
+        wire.Record(5),
         wire.Stats(),
         wire.Attach(0),
         wire.Attach(-1),
