@@ -209,6 +209,9 @@ class MooncakeStorage(SlotStorage, PoolNode):
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
 
+    async def only_here(self) -> tuple[int, int]:
+        return await self._copies.alone()
+
     async def leave(self, within_s: float) -> None:
         try:
             made = await self._copies.leave(within_s)
