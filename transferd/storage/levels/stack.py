@@ -158,6 +158,7 @@ class LevelsStorage(Storage, Index, Levels):
         for level in self.all_levels:
             level.storage.reconfigure(storage)
             level.configure(storage.level.get(level.name, LevelSection()))
+        self._storing.configured()
 
     @property
     def index(self) -> Index:
