@@ -29,6 +29,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -59,12 +60,21 @@ class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
     into: int = 0  # where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown
 
 
+class ExportedPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A memfd of the daemon's with the words of a rank's timelines (host_words.py)."""
+
+    fd: int  # in the owner's process
+    inode: tuple[int, int]  # device and inode
+    owner: dict[str, Any]  # as owner.as_data() describes it
+
+
 class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
     """The words of a rank's timelines."""
 
     handle: str  # hex of their allocation's IPC handle
     slots: int
     stride: int  # bytes between words
+    page: ExportedPage | None = None  # the same words in host memory
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,6 +276,10 @@ class Mapping:
         except TierError:
             return None
         return start + nbytes - address
+
+    def keep(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when this is closed, first."""
+        self._owned.add(undo)
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises the first TierError, after the rest."""
