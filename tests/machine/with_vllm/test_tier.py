@@ -35,7 +35,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def daemon(pool: Pool) -> int:
-    pid: int = pool.tier._link._companion._process.pid
+    pid: int = pool.tier._link._companion.started.process.pid
     return pid
 
 
@@ -229,7 +229,7 @@ def test_another_model_layout_or_generation_never_sees_the_blocks(place: Path) -
 def test_two_engines_share_a_daemon_and_what_either_has_stored(place: Path) -> None:
     ours, theirs = keys("a", 6), keys("b", 6)
     with Pool() as one, Pool() as other:
-        assert other.tier._link._companion._process is None, "the second found the first one's daemon"
+        assert other.tier._link._companion.started.process is None, "the second found the first one's daemon"
         one.store(ours)
         other.store(theirs)
         assert other.load(ours) == [True] * 6
