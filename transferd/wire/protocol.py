@@ -97,6 +97,7 @@ class Hello(OfObserver, frozen=True, tag="hello", omit_defaults=True):
     configured: str | None = None  # from that daemon's Welcome
     # blocks that its engine's adapter has not stored since then, by reason (tasks.NOT_STORED)
     not_stored: TurnedAway = {}
+    returns: bool | None = None  # whether the client hears of a new daemon, and can attach its memory there
 
 
 class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
@@ -295,6 +296,16 @@ class MakeCopies(OfAnyone, frozen=True, tag="make_copies"):
     leaves: bool
 
 
+class RestartCheck(OfAnyone, frozen=True, tag="restart_check"):
+    """What a restart of the daemon would lose that its report does not say. Value: an AtRestart (wire/answers.py)."""
+
+
+class Record(OfAnyone, frozen=True, tag="record"):
+    """Value: engines' look-ups since the one of number `after`, as a trace; observability/key_trace.py describes it."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
 class Stats(OfObserver, frozen=True, tag="stats"):
     pass
 
@@ -306,6 +317,16 @@ class Explain(OfObserver, frozen=True, tag="explain"):
     """
 
     task_id: str
+    engine: EngineName = ""
+
+
+class Why(OfAnyone, frozen=True, tag="why"):
+    """Value: what is known of a stored block: a map for each engine and generation; daemon/traffic.py describes it.
+
+    For those who may purge what the engine stores; others could try keys. engine: "" means all that the client may ask.
+    """
+
+    key: str
     engine: EngineName = ""
 
 

@@ -123,6 +123,12 @@ def _bytes_of(text: str) -> bytes:
     return handle
 
 
+def _contents(handle: CudaHandle, region: int) -> str:
+    """What a handle says to be in a region, if that is one array: then one layer's memory is of another size."""
+    arrays = [array for array in handle.arrays if array.get("region", 0) == region]
+    return f"{arrays[0].get('plane')} of layer {arrays[0].get('layer')}: " if len(arrays) == 1 else ""
+
+
 class _Allocations:
     """The allocations of other processes that this process has mapped on one device, with a reference count each.
 
@@ -206,8 +212,8 @@ class Mapping:
         self._owned = Owned()
         self._allocations = _allocations.setdefault(driver, {}).setdefault(info.uuid, _Allocations())
         try:
-            for region in handle.regions:
-                self.regions.append(self._map(region))
+            for number, region in enumerate(handle.regions):
+                self.regions.append(self._map(region, _contents(handle, number)))
             if handle.event:
                 self._open_event(handle)
             if handle.timelines is not None:
@@ -234,14 +240,14 @@ class Mapping:
             return
         self._owned.add(lambda: self._driver.destroy_event(self.event))
 
-    def _map(self, region: ExportedRegion) -> Region:
+    def _map(self, region: ExportedRegion, contents: str = "") -> Region:
         driver, handle = self._driver, _bytes_of(region.handle)
         address = self._allocations.take(driver, handle)
         self._owned.add(lambda: self._allocations.give(driver, handle))
         address += self._into(address, region)
         room = self._room(address)
         if room is not None and region.offset + region.nbytes > room:
-            problem = f"a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
+            problem = f"{contents}a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
             raise RequestError(problem, code=MISMATCH)
         return Region(address + region.offset, region.nbytes)
 
