@@ -19,10 +19,11 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.support import forks, rewritten
+from tests.support import forks, looking, rewritten
 from transferd.runtime.compat import count_cancellations
 
 forks.install()
+looking.costs_nothing()
 
 HERE = Path(__file__).parent
 DAEMON_ONLY = {"daemon", "integration", "observability", "soak", "storage", "tiers", "workers"}
