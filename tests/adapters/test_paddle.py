@@ -25,7 +25,7 @@ paddle: Any = None
 
 @pytest.fixture(autouse=True)
 def imported() -> None:
-    """By the first test, not by each process that collects the tests: 2 s of CPU, and 0.2 GiB."""
+    """By the first test, not by each process that collects the tests: 1.2 s of CPU, and its memory."""
     global paddle
     paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
 
