@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from transferd.config import Config
 from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator
@@ -67,7 +69,8 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
     all_tasks = list(each.values())
     ranks = {engine: engine.ranks() for engine in engines}
     kinds = {engine: of_engine(ranks[engine]) for engine in engines}
-    server, lines = parts.server(), logs.statistics()
+    server, lines, storage = parts.server(), logs.statistics(), _storage(parts)
+    traffic = parts.engines.traffic
     return Report(
         version=VERSION,
         host_name=socket.gethostname(),
@@ -96,13 +99,21 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
         degraded=[reason for engine in engines for reason in _degraded(engine)],
         staging=_staging(engines),
         memory=_memory(parts, each),
-        storage=_storage(parts),
+        storage=storage,
+        what_if=traffic.what_if(storage.levels),
         pd=rows.PdReport() if parts.peers is None else rows.PdReport(mode="direct", **parts.peers.statistics()),
         events=_events(parts.events, engines),
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        engines={e.name: _engine(e, each[e], parts.windows, kinds[e], log) for e in parts.engines},
+        engines={
+            e.name: msgspec.structs.replace(
+                _engine(e, each[e], parts.windows, kinds[e], log),
+                missed_for=traffic.missed_for(e.name),
+                what_if=traffic.what_if(storage.levels, e.name),
+            )
+            for e in parts.engines
+        },
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         acts=parts.engines.acts.report(),
         reload_refused=parts.engines.acts.reload_refused,
@@ -162,6 +173,7 @@ def _engine(
         first_rank=engine.config.geometry.first_rank,
         dp_rank=engine.config.events.dp_rank,
         clients=len(engine.clients),
+        returns=engine.returns,
         model=engine.config.storage.model,
         generation=engine.dispatcher.generation,
         fingerprint=_fingerprint(engine),

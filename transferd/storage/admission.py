@@ -1,4 +1,4 @@
-"""Chooses the blocks to store: all, or those that a second task has tried to store (`storage.admit`, docs/adr/0089).
+"""Chooses the blocks to store: all, or those that a second task has tried to store (`storage.admit`, docs/adr/0130).
 
 Most blocks are never loaded again, and each one wears an SSD. With "second use", the first task that would store a
 block is answered *not admitted*; a second task within `storage.admit_window` stores it. All ranks of a task count
@@ -52,6 +52,10 @@ class SecondUse:
             self._newer.add(key)  # also a known one, so that the task's next rank finds it here
             admitted.append(known)
         return admitted
+
+    def named(self, block: Hashable) -> bool:
+        """Whether a task has tried to store this block within the window."""
+        return hash(block) in self._newer or hash(block) in self._older
 
     def statistics(self) -> dict[str, int]:
         """Counts for the storage's report.

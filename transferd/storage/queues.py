@@ -1,6 +1,6 @@
 """The order in which objects leave a store: a queue for each owner, in it a group for each use, in it objects by depth.
 
-lru.py merges the queues and decides about their objects (docs/adr/0088).
+lru.py merges the queues and decides about their objects (docs/adr/0130).
 
 An *owner* is an engine. An object belongs to the engine that stored it. Objects that were found at start, or belong to
 an engine that has left, are taken over by the next engine with objects in the same *space* (model and layout). One that
@@ -25,6 +25,8 @@ SLACK = 64  # a group's list may hold twice as many entries as the group has liv
 RECENT = 32  # how many of the latest uses a chain may continue
 RESTORED = 0  # the number of the group that comes before every use
 HELD_S = 600.0  # how long the share of an engine that has left is kept
+# What happens to an object in an index, as reports name it.
+STORED, EVICTED, PURGED, DAMAGED, GONE = "stored", "evicted", "purged", "damaged", "gone"
 FOUND_AT = -math.inf  # the time of the uses of objects found at start, which is unknown
 
 

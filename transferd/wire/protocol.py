@@ -97,6 +97,7 @@ class Hello(OfObserver, frozen=True, tag="hello", omit_defaults=True):
     configured: str | None = None  # from that daemon's Welcome
     # blocks that its engine's adapter has not stored since then, by reason (tasks.NOT_STORED)
     not_stored: TurnedAway = {}
+    returns: bool | None = None  # whether the client hears of a new daemon, and can attach its memory there
 
 
 class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
@@ -213,9 +214,6 @@ class ClosedGenerations(ControlRequest, frozen=True, tag="closed_generations"):
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
 
-Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
-
-
 class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
     """Remove the stored objects that fit every field that is set: of the client's engine, or as a user who may.
 
@@ -227,9 +225,11 @@ class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     # the objects' engine; "" means all engines for the daemon's user and root, and the client's own for all others
     engine: EngineName = ""
-    older_than: Age | None = None  # objects that were neither stored nor used for so many seconds
+    # objects that were neither stored nor used for so many seconds
+    older_than: Annotated[float, msgspec.Meta(ge=0, le=1e10)] | None = None
     dry_run: bool = False
     detail: bool = False
+    shared: bool = False  # also in a bucket or pool, for all nodes; the daemon's user and root may
 
 
 class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
@@ -296,6 +296,16 @@ class MakeCopies(OfAnyone, frozen=True, tag="make_copies"):
     leaves: bool
 
 
+class RestartCheck(OfAnyone, frozen=True, tag="restart_check"):
+    """What a restart of the daemon would lose that its report does not say. Value: an AtRestart (wire/answers.py)."""
+
+
+class Record(OfAnyone, frozen=True, tag="record"):
+    """Value: engines' look-ups since the one of number `after`, as a trace; observability/key_trace.py describes it."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
 class Stats(OfObserver, frozen=True, tag="stats"):
     pass
 
@@ -307,6 +317,16 @@ class Explain(OfObserver, frozen=True, tag="explain"):
     """
 
     task_id: str
+    engine: EngineName = ""
+
+
+class Why(OfAnyone, frozen=True, tag="why"):
+    """Value: what is known of a stored block: a map for each engine and generation; daemon/traffic.py describes it.
+
+    For those who may purge what the engine stores; others could try keys. engine: "" means all that the client may ask.
+    """
+
+    key: str
     engine: EngineName = ""
 
 
