@@ -19,7 +19,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.support import forks
+from tests.support import forks, rewritten
 from transferd.runtime.compat import count_cancellations
 
 forks.install()
@@ -61,6 +61,12 @@ settings.register_profile(
     "mutate", settings.get_profile("transferd"), max_examples=25, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile("transferd")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    if not config.option.file_or_dir:  # all tests
+        rewritten.rewrite(HERE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

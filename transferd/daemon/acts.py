@@ -65,10 +65,8 @@ class Acts:
         fields = {name: value for name, value in msgspec.structs.asdict(body).items() if name not in UNSAID}
         wanted = {name: len(value) if isinstance(value, list) else value for name, value in fields.items()}
         wanted = {name: value for name, value in wanted.items() if value not in (None, "")}
-        who = client.credentials
-        uid, pid = (None, None) if who is None else (who.uid, who.pid)
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what, words, client.engine_name, uid, pid, peer.decode(), 0.0)
+        report = ActReport(what, words, client.engine_name, *client.who, peer.decode(), 0.0)
         self._asked[peer, seq] = Asked(what, wanted, report)
 
     def answered(self, peer: bytes, seq: int, value: Any = None, *, refused: bool = False) -> None:

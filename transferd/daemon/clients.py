@@ -58,9 +58,14 @@ class KnownClient:
         return None if self.connection is None else self.connection.credentials
 
     @property
+    def who(self) -> tuple[int | None, int | None]:
+        """The user id and process that are connected; None and None on tcp."""
+        return (None, None) if self.credentials is None else (self.credentials.uid, self.credentials.pid)
+
+    @property
     def uid(self) -> int | None:
         """The user id of the connected process; None on tcp."""
-        return None if self.credentials is None else self.credentials.uid
+        return self.who[0]
 
 
 class Clients:
@@ -191,7 +196,7 @@ class Clients:
                 continue
             if len(rows) == limit:
                 break
-            uid, pid = (None, None) if (user := client.credentials) is None else (user.uid, user.pid)
+            uid, pid = client.who
             row = {"client": peer.decode(), "engine": client.engine_name, "peer": self.where(peer)}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
             rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times)

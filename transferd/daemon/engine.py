@@ -103,10 +103,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """A client's registration, and the user id of the client; None on tcp."""
+    """A client's registration, and the user id and process of the client; None on tcp."""
 
     asked: wire.Register
     uid: int | None
+    pid: int | None
 
 
 class HostedEngine:
@@ -162,6 +163,7 @@ class HostedEngine:
             only_flush=self.only_flush,
             sockets=shared.events,
             departures=shared.departures,
+            engine=name,
         )
         self.coordinator = Coordinator(
             self.dispatcher,
@@ -236,6 +238,7 @@ class HostedEngine:
             later=True,
         )
         staging.memory.rank = object_rank = config.geometry.first_rank + rank
+        staging.memory.lender = (self.registration and self.registration.pid) or self.name, object_rank
         context = RankContext(
             rank=rank,
             layout=layout,
@@ -293,6 +296,8 @@ class HostedEngine:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)
         await self.cache.open()
+        if self.kv_events is not None:
+            self.kv_events.storage_opened()
 
     @property
     def block_size(self) -> int:

@@ -7,10 +7,11 @@ daemon's user's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -25,9 +26,15 @@ from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper, PinState
 from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
-from transferd.storage.selection import Selection
+from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
 from transferd.wire.answers import AtRestart, BlockPlaces, Purged
+
+
+class Lease(NamedTuple):
+    """The owner of an engine's pins with places: these end with the daemon, so no disk has to know them."""
+
+    owner: EngineOwner
 
 
 class Holdings:
@@ -117,13 +124,15 @@ class Holdings:
         blocks = self._blocks(engine, asked.keys, generation)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
-        held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        owner = Lease(engine.owner) if asked.places else engine.owner
+        held = await keeper.pin(owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
-        answer = {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
+        durable = 0 if asked.places else each.count(PinState.DURABLE)
+        answer = {"pinned": pinned, "durable": durable, "reachable": _reachable(depths)}
         if not asked.places or uid != os.geteuid() or len(engine.workers) != 1 or not self._by_schema:
             return answer
         return answer | {"places": self._places(engine, blocks, generation)}
@@ -140,7 +149,9 @@ class Holdings:
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
-        await keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
+        names = None if blocks is None else [name for names in blocks for name in names]
+        for owner in (engine.owner, Lease(engine.owner)):
+            await keeper.unpin(owner, names)
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
         if len(keys) > MAX_MATCH_KEYS:
@@ -153,7 +164,11 @@ class Holdings:
 
     async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, Any]:
         """Purge the objects that the client requests and has a right to. Raises RequestError, StorageError."""
-        keeper = self._keeper
+        if not asked.shared:
+            _ = self._keeper  # raises if there is none
+        elif not is_operator(client.uid):
+            what = "objects that other nodes use too may be purged by the daemon's user and root only"
+            raise RequestError(f"{what}: purge your engine's without `shared`", code="not_yours")
         if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
             what = 'names of FastDeploy\'s schema say neither model nor generation (storage.key_schema = "fastdeploy")'
             raise RequestError(f"{what}: purge by keys, engine or age", code="bad_value")
@@ -166,11 +181,27 @@ class Holdings:
         total, by = Purged(), _by(client, asked.engine)
         for owner in [None] if owners is None else owners:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
-            total += await keeper.purge(selection, dry_run=asked.dry_run, by=by)
+            total += await self._purged(selection, asked, by)
         found = msgspec.structs.asdict(total)
         if not asked.detail:
             return {"objects": total.objects, "bytes": total.bytes}
         return found | {"complete": total.complete}
+
+    async def _purged(self, selection: Selection, asked: wire.Purge, by: By) -> Purged:
+        """Purge what fits: here, and for all nodes if that is wanted."""
+        keeper, storage = self._own_keeper, self._storage
+        if not asked.shared or storage is None:
+            return await self._keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        check_shared(selection)
+        if selection.owner is not None:
+            space = None if keeper is None else keeper.space_of(selection.owner)
+            if space is None:
+                what = "nobody here knows which of the objects in a bucket or pool this engine has stored"
+                raise RequestError(f"{what}: purge by keys or by model", code="bad_value")
+            selection = dataclasses.replace(selection, space=space)
+        here = Purged() if keeper is None else await keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        there = await storage.purge_shared(selection, dry_run=asked.dry_run)
+        return msgspec.structs.replace(here, shared=[]) + there
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
@@ -209,7 +240,7 @@ class Holdings:
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """The owners of the objects that the client means; None for all owners. Raises RequestError."""
-        uid = None if client.credentials is None else client.credentials.uid
+        uid = client.uid
         if not engine:
             if is_operator(uid):
                 return None
@@ -260,9 +291,7 @@ class Holdings:
 
 
 def _by(client: KnownClient, engine: str) -> By:
-    who = client.credentials
-    uid, pid = (None, None) if who is None else (who.uid, who.pid)
-    return By(uid, pid, engine or ("" if client.engine is None else client.engine.owner.engine))
+    return By(*client.who, engine or ("" if client.engine is None else client.engine.owner.engine))
 
 
 def _reachable(depths: Sequence[int | None]) -> int:

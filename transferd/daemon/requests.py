@@ -126,8 +126,7 @@ class Requests:
     def offer(self, peer: bytes, offer: wire.Offer) -> Begin:
         self._liveness.watch_process(peer)
         client, data = self._clients[peer], _handle_data(offer)
-        who = client.credentials  # from the kernel, because an offer could name another process
-        data[PEER] = (None, None) if who is None else (who.uid, who.pid)
+        data[PEER] = client.who  # from the kernel, because an offer could name another process
         return lambda: self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
 
     def clear_cache(self, peer: bytes, clear: wire.ClearCache) -> Begin:

@@ -34,22 +34,23 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from transferd.config import Config, FileStorageSection, StorageSection
-from transferd.errors import TransferError
+from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
+from transferd.storage.selection import Selection
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
-from transferd.wire.answers import StoreDirectory
+from transferd.wire.answers import Purged, StoreDirectory
 
 S = TypeVar("S")
 
@@ -183,7 +184,7 @@ class _ChosenDrain:
 
 
 class Outcomes(list[Outcome]):
-    """The outcomes of a load whose slots return later than its answer: a level was too slow, and is still reading.
+    """The outcomes of a load whose slots return later than its answer: a storage was too slow, and is still reading.
 
     returned: done when the caller has its slots back.
     """
@@ -191,6 +192,15 @@ class Outcomes(list[Outcome]):
     def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
         super().__init__(outcomes)
         self.returned = returned
+
+    @staticmethod
+    def after(outcomes: list[Outcome], late: Collection[asyncio.Future[Any]]) -> list[Outcome]:
+        """The outcomes of a load whose slots return when all of these have ended."""
+        return Outcomes(outcomes, asyncio.ensure_future(_ended(late))) if late else outcomes
+
+
+async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(late)
 
 
 class Index:
@@ -445,6 +455,15 @@ class Storage(abc.ABC):
         In a backend with an index, the object is unreachable once this returns, and so before its task is answered.
         Awaiting the result waits for the rest.
         """
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:  # noqa: ARG002 - a default
+        """Remove what fits for all nodes, in a backend that others use too. Ignores owners.
+
+        Objects with names of another form than ours stay, unless the selection names them. Returns what was, or would
+        be, removed. Raises RequestError (`backend_cannot`), StorageError.
+        """
+        what = f"the {self.backend} backend shares no objects with other nodes"
+        raise RequestError(f"{what}: a purge without `shared` reaches all of them", code="backend_cannot")
 
     @abc.abstractmethod
     async def close(self) -> None:

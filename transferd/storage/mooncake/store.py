@@ -2,11 +2,12 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` and `get`
-return only when the native call has returned, even if the caller is cancelled. The worker
-makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker keeps the
-*next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
-then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` returns only
+when the native call has returned, even if the caller is cancelled. `get` is answered as soon as we know that the call
+hangs because of the master or a node (`LeftRunning`); its `Outcomes` say when the buffers are free. Otherwise the
+worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens if
+a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
+those that wait for a thread or are overdue. We do not use `health_check`: it answers "healthy" with the master dead.
 
 **One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
 same thread.
@@ -38,7 +39,7 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,25 +51,26 @@ from transferd.errors import StillRunning, StorageError, StorageFull, StorageUna
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
-from transferd.storage.breaker import CircuitBreaker
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes, PoolNode, SlotStorage
+from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, registered_address
+from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, put_and_look, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
-from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
 from transferd.storage.mooncake.loads import Loads
-from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
+from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, LeftRunning, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.mooncake.segments import Segments
 from transferd.storage.prober import Prober
+from transferd.storage.selection import Selection, check_shared
 from transferd.storage.suspects import Suspects
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
+from transferd.wire.answers import Purged
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +81,7 @@ CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
-# The first is a little longer than the master waits between two evictions. Each is drawn from its half upward, so that
-# the nodes of a full pool do not come all at once again.
+# The first is longer than the master's own; each is drawn from its half upward, so that the nodes of a pool come apart.
 ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, *(0.05,) * 16)
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
@@ -118,7 +119,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._set_up = set_up
         self._client: PoolClient | None = None
         self._calls: NativeCalls | None = None
-        self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
+        self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval, self._leave_stuck)
+        self._stuck: set[Call] = set()  # calls that wait for a thread, or are overdue
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._segments = Segments(section, self._copying_call)
@@ -131,7 +133,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
-        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
+        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, self._peers.met)
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = connect) -> Self:
@@ -168,17 +170,17 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes, memory.rank)
-        self._segments.began(memory.address, memory.rank)
+        self._segments.began(memory)
 
     def unregister(self, memory: HostMemory) -> None:
-        self._segments.ended(memory.address)
+        self._segments.ended(memory)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
     def _register(self, address: int, nbytes: int, rank: int = 0) -> None:
         code = self._opened()[0].register(address, nbytes, rank)
         if code != 0:
-            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({describe(code)})")
+            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({error_codes.describe(code)})")
         self._registered[address] = nbytes
 
     async def close(self) -> None:
@@ -235,7 +237,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         if wrong is not None:
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
-            raise kind(f"Mooncake could not look up the keys ({describe(wrong)})")
+            raise kind(f"Mooncake could not look up the keys ({error_codes.describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
         return [code == 1 and not self._suspects.avoided(key) for key, code in zip(keys, found, strict=True)]
@@ -258,13 +260,18 @@ class MooncakeStorage(SlotStorage, PoolNode):
             self._counts[_COUNTED_AS[outcome.found]] += 1
             if outcome is FOUND and blob is not first[blob.name]:
                 blob.data[:] = first[blob.name].data  # the library fills one buffer per key
-        return answers
+        running = {outcome.error.ended for outcome in answers if isinstance(outcome.error, LeftRunning)}
+        return Outcomes.after(answers, running)
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Read it once more, or avoid it (suspects.py). The object stays: others may be able to read it."""
         self._counts["corrupt"] += 1
         self._suspects.damaged(_key(name))
         return answered(None)
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        check_shared(selection)
+        return await self._copies.purge(selection, _key, dry_run=dry_run)
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to its end. Counts one error if the whole call fails."""
@@ -348,7 +355,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
         def put(client: PoolClient, _: Call) -> list[int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
-            answers, holders = _put_and_look(client, batch, alone=alone or self._peers.in_the_way())
+            answers, holders = put_and_look(client, batch, alone=alone or self._peers.in_the_way())
             held.extend(holders)
             return answers
 
@@ -401,7 +408,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
         outcomes: dict[str, Outcome] = {key: MISSING for key in batch.keys if self._suspects.avoided(key)}
         batch, odd = batch.only([key for key in batch.keys if key not in outcomes]), []
         doubted = [key for key in batch.keys if self._suspects.doubted(key)]
-        answers = await self._loads.run(batch) if batch.keys else {}
+        try:
+            answers = await self._loads.run(batch) if batch.keys else {}
+        except LeftRunning as error:
+            answers = dict.fromkeys(batch.keys, error)
         for key, size in zip(batch.keys, batch.sizes, strict=True):
             code = answers[key]
             assert not isinstance(code, str), key
@@ -438,74 +448,81 @@ class MooncakeStorage(SlotStorage, PoolNode):
         """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered.
+        answered. Unless it stores, also as soon as the breaker opens because calls hang.
         """
-        self._breaker.check()
-        client, calls = self._opened()
-        with self._alarm(self._breaker_fails) as begun:
-            answers = await calls.run(kind, lambda: call(client), begun)
-        self._judge(answers)
-        return answers
+        return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
 
     async def _moving_call(
         self, kind: CallKind, work: Callable[[PoolClient, Call], list[Code]], moves: int
     ) -> tuple[list[Code], Call]:
-        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them."""
+        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them.
+
+        Raises LeftRunning if it hangs because of the master or a node: then the library may still touch them.
+        """
         self._breaker.check()
         client, calls = self._opened()
-        call, before = Call(), self._now()
-        watching: list[asyncio.TimerHandle] = []
+        call = Call()
+        making = self._to_its_end(calls, kind, lambda: work(client, call), moves, call)
+        made = asyncio.ensure_future(making)
+        if kind is not CallKind.STORE:
+            await call.over()
+        if call.left is not None and not made.done():
+            raise LeftRunning(call.left, made)
+        answers = await made
+        self._judge(answers)
+        return answers, call
+
+    async def _to_its_end(
+        self, calls: NativeCalls, kind: CallKind, work: Callable[[], list[Code]], moves: int, call: Call
+    ) -> list[Code]:
+        before = self._clock.monotonic(), self._clock.wall()
+        timers: list[asyncio.TimerHandle] = []
         self._moving += moves
+        self._stuck.add(call)
+
+        def begun() -> None:
+            self._breaker.check()  # it may have opened while the call waited for a thread
+            self._stuck.discard(call)
+            overdue = functools.partial(self._overdue, call, moves)
+            timers.append(asyncio.get_running_loop().call_later(self._section.timeout, overdue))
+            if moves:
+                timers.append(self._peers.watch(call))
+
         try:
-            with self._alarm(self._ask_the_master) as begun:
-
-                def taken() -> None:
-                    begun()
-                    watching.append(self._peers.watch(call))
-
-                try:
-                    answers = await calls.run(kind, lambda: work(client, call), taken)
-                finally:
-                    call.end()
-                    for timer in watching:
-                        timer.cancel()
+            try:
+                answers = await calls.run(kind, work, begun)
+            finally:
+                call.end()
+                self._stuck.discard(call)
+                for timer in timers:
+                    timer.cancel()
             await self._hold_buffers(moves, answers, before)
         finally:
             self._moving -= moves
-        self._judge(answers)
-        return answers, call
+        return answers
 
     def _judge(self, answers: Sequence[int | str]) -> None:
         """Open the breaker if the master did not answer. Raises StorageUnavailable if it answered for no key."""
         nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
         if isinstance(nobody, int):
-            self._breaker.failed(describe(nobody))
+            self._breaker.failed(error_codes.describe(nobody))
             if all(code in error_codes.NO_ANSWER for code in answers):
-                raise StorageUnavailable(f"Mooncake does not answer ({describe(nobody)})")
+                raise StorageUnavailable(f"Mooncake does not answer ({error_codes.describe(nobody)})")
 
-    @contextlib.contextmanager
-    def _alarm(self, overdue: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Yields a function to call when a native call begins. `overdue` is called if the call exceeds `timeout`."""
-        timer: asyncio.TimerHandle | None = None
-
-        def begun() -> None:
-            nonlocal timer
-            self._breaker.check()  # it may have opened while the call waited for a thread
-            timer = asyncio.get_running_loop().call_later(self._section.timeout, overdue)
-
-        try:
-            yield begun
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _breaker_fails(self) -> None:
-        self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
-
-    def _ask_the_master(self) -> None:
-        """A call that moves objects is overdue, perhaps because of a node: ask the master whether it still answers."""
-        if self._doubt is None or self._doubt.done():
+    def _overdue(self, call: Call, moves: int) -> None:
+        """A call has been running for `timeout`. If it moves objects, perhaps because of a node: ask the master."""
+        self._stuck.add(call)
+        if not moves:
+            self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
+        elif self._breaker.state is not BreakerState.CLOSED:
+            self._leave_stuck()
+        elif self._doubt is None or self._doubt.done():
             self._doubt = asyncio.get_running_loop().create_task(self._doubted())
+
+    def _leave_stuck(self) -> None:
+        """The master does not answer: answer those that wait for a thread, or for a call that is overdue."""
+        for call in list(self._stuck):
+            call.leave(self._breaker.refusal())
 
     async def _doubted(self) -> None:
         with contextlib.suppress(StorageError):  # it has opened the breaker
@@ -519,15 +536,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
     async def _look(self, work: Callable[[], object]) -> object:
         return await self._opened()[1].run(CallKind.LOOK, work)
 
-    def _now(self) -> tuple[float, float]:
-        return self._clock.monotonic(), self._clock.wall()
-
     async def _hold_buffers(self, moves: int, answers: Sequence[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
 
         The library measures its limit by the wall clock, which may be changed meanwhile.
         """
-        seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
+        seconds = max(self._clock.monotonic() - before[0], self._clock.wall() - before[1])
         codes = [code for code in answers if isinstance(code, int)]
         unsettled = [code for code in codes if code < 0 and code not in error_codes.SETTLED]
         if not moves or not unsettled or seconds < LIBRARY_GIVES_UP_S:
@@ -538,7 +552,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
             "a Mooncake transfer did not end: holding its buffers",
             objects=moves,
             hold_s=hold,
-            code=describe(unsettled[0]),
+            code=error_codes.describe(unsettled[0]),
         )
         await asyncio.sleep(hold)
 
@@ -568,30 +582,11 @@ def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
     return first
 
 
-def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
-    """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
-
-    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns each object's nodes, where known.
-    """
-    answers = client.put(batch, alone=alone)
-    held: list[list[str]] = [[] for _ in answers]
-    doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]
-    keys = [batch.keys[i] for i in doubtful]
-    if doubtful and client.can_locate:
-        for i, holders in zip(doubtful, client.holders(keys), strict=True):
-            held[i] = holders
-            answers[i] = error_codes.OK if holders else error_codes.UNSEEN
-    elif doubtful:
-        for i, found in zip(doubtful, client.exists(keys), strict=True):
-            answers[i] = error_codes.OK if found == 1 else error_codes.UNSEEN if found == 0 else found
-    return answers, held
-
-
 def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
     if code == error_codes.UNSEEN:
         return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
-        why = why_full(nbytes, before, after) or describe(code)
+        why = why_full(nbytes, before, after) or error_codes.describe(code)
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
         return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
     return _failed("store", key, code)
@@ -599,4 +594,4 @@ def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, afte
 
 def _failed(verb: str, key: str, code: int) -> Outcome:
     kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({describe(code)})"))
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))
