@@ -251,6 +251,30 @@ async def test_only_the_daemons_user_and_root_have_copies_made(uid: int | None, 
     assert refused.value.reason == code
 
 
+@pytest.mark.parametrize("uid", [None, BOB])
+async def test_only_the_daemons_user_and_root_ask_what_a_restart_loses(uid: int | None) -> None:
+    held = Holdings(from_tree({"storage": {"backend": "none"}}), None)
+    with pytest.raises(RequestError) as refused:
+        await held.restart_check(client(uid), str)
+    assert refused.value.reason == "not_yours"
+    assert await held.restart_check(client(0), lambda: "a wrong key") == {
+        "objects": 0, "bytes": 0, "unknown": "", "stop_copies_s": 0.0, "configuration": "a wrong key",
+    }  # fmt: skip
+
+
+def test_where_a_block_is_only_those_may_ask_who_may_purge_it() -> None:
+    held = Holdings(from_tree({"storage": {"backend": "none"}}), None)
+    for owner in (EngineOwner("a", ALICE), EngineOwner("b", BOB)):
+        held._engines[owner] = SimpleNamespace()  # type: ignore[assignment]
+    assert held.open_to(client(0)) == ["a", "b"]
+    assert held.open_to(client(BOB)) == ["b"]
+    assert held.open_to(client(0), "nobody") == []
+    for uid, engine in ((BOB, "a"), (None, "")):
+        with pytest.raises(RequestError) as refused:
+            held.open_to(client(uid), engine)
+        assert refused.value.reason == "not_yours"
+
+
 # --- who is told where blocks lie -----------------------------------------------------------------
 
 

@@ -44,13 +44,18 @@ class Asked(NamedTuple):
 
 
 class Acts:
-    """One for the daemon. now: monotonic seconds. reload_refused: why the last reload was refused; "" after another."""
+    """One for the daemon. now: monotonic seconds.
+
+    reload_refused: why the last reload was refused; "" after another.
+    would_not_start: returns why the daemon would not start with the configuration as it is on disk; "" if it would.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._kept: deque[tuple[float, ActReport]] = deque(maxlen=KEPT)
         self._asked: dict[tuple[bytes, int], Asked] = {}
         self.reload_refused = ""
+        self.would_not_start: Callable[[], str] = str
 
     def asked(self, peer: bytes, seq: int, client: KnownClient, body: Any) -> None:
         """Remember who has asked for this, if it is an act, until it is answered."""

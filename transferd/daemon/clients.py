@@ -42,6 +42,7 @@ class KnownClient:
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
     ended: ErrorInfo | None = None  # how the registration ended whose token its Hello shows
     generation: str | None = None  # from its Hello: its engine's generation; None without one
+    returns: bool | None = None  # from its Hello: whether it hears of a new daemon, and attaches its memory there
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
@@ -124,6 +125,14 @@ class Clients:
         each = (self._peers.get(peer) for peer in peers)
         came = (client.came_at for client in each if client is not None and (client.holds or client.turned_away))
         return min(came, default=None)
+
+    def return_to(self, peers: Iterable[bytes]) -> bool | None:
+        """Whether these clients find the way to a new daemon by themselves; None if they do not say, or there are none.
+
+        Each that has registered an engine, offered, attached or pushed must.
+        """
+        said = [one.returns for peer in peers if (one := self._peers.get(peer)) is not None and one.holds]
+        return False if False in said else True if True in said else None
 
     async def gone(self, session: int, *, but: bytes) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""

@@ -100,7 +100,7 @@ class Engines:
     host: the memory of engines that register.
     holdings: the objects of engines in storage.
     prefetches: the prefetches of all engines.
-    admission: chooses which blocks are stored.
+    admission: chooses which blocks are stored. traffic: what engines look up and store.
     acts: what operators and engines have ordered.
     closed: the daemon stops, and no engine may register any more.
     """
@@ -125,7 +125,7 @@ class Engines:
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
         self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
-        self.admission = shared.admission
+        self.admission, self.traffic = shared.admission, shared.traffic
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
@@ -192,6 +192,7 @@ class Engines:
             self._bind(peer, client, engine)
         client.engine_name, client.belongs = name, belongs
         client.generation = said.generation if belongs else None
+        client.returns = said.returns
         if engine is not None:
             engine.heard.set()
 
@@ -523,6 +524,7 @@ class Engines:
             self.holdings.left(engine)
             self.departed.take(engine)
             self._shared.tasks.left(engine.name)
+            self._shared.traffic.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:

@@ -252,7 +252,7 @@ def test_without_a_daemon_nothing_is_found_and_offloads_end_and_the_next_one_is_
     worker.store(worker.tokens())
     assert all(worker.offloaded())
     link = worker.linker._rank.pools["kv"].link
-    os.kill(link._companion._process.pid, signal.SIGKILL)
+    os.kill(link._companion.started.process.pid, signal.SIGKILL)
     wait_until(lambda: not link.ready, "the daemon is not missed", within=60)
     worker.store(worker.tokens(1000))
     assert worker.offloaded() in ([False], [True])  # of the next daemon
