@@ -31,7 +31,7 @@ from transferd.wire import protocol as wire
 from transferd.wire.answers import AtRestart, BlockPlaces, Purged
 
 
-class Lease(NamedTuple):
+class LeaseOwner(NamedTuple):
     """The owner of an engine's pins with places: these end with the daemon, so no disk has to know them."""
 
     owner: EngineOwner
@@ -124,7 +124,7 @@ class Holdings:
         blocks = self._blocks(engine, asked.keys, generation)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
-        owner = Lease(engine.owner) if asked.places else engine.owner
+        owner = LeaseOwner(engine.owner) if asked.places else engine.owner
         held = await keeper.pin(owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
@@ -150,7 +150,7 @@ class Holdings:
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
         names = None if blocks is None else [name for names in blocks for name in names]
-        for owner in (engine.owner, Lease(engine.owner)):
+        for owner in (engine.owner, LeaseOwner(engine.owner)):
             await keeper.unpin(owner, names)
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:

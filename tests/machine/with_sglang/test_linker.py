@@ -28,7 +28,7 @@ from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixture
 from tests.support.waits import wait_until
 from transferd.adapters import conformance
 from transferd.adapters.conformance import CHECKS, Bench, Trial
-from transferd.adapters.sglang.linker import _Batch
+from transferd.adapters.sglang.linker import _LoadingLayers
 from transferd.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("place", "one_rank")
@@ -306,7 +306,7 @@ def test_layers_are_there_once_every_pool_has_them_and_the_last_one_at_the_end()
     counter = SimpleNamespace(
         num_layers=4, complete=lambda _, layer: there.append(layer), fail=lambda _, error: failed.append(error)
     )
-    batch = _Batch(counter, 0, {"kv": [2, 2, 4, 4], "swa": [0, 2, 2, 4]})
+    batch = _LoadingLayers(counter, 0, {"kv": [2, 2, 4, 4], "swa": [0, 2, 2, 4]})
     batch.there("kv", 4)
     assert there == [0]
     batch.there("swa", 1)
@@ -316,7 +316,7 @@ def test_layers_are_there_once_every_pool_has_them_and_the_last_one_at_the_end()
     batch.end(None)
     assert (there, failed) == ([0, 1, 2, 3], [])
     error = OSError()
-    _Batch(counter, 0, {"kv": [2, 2, 4, 4]}).end(error)
+    _LoadingLayers(counter, 0, {"kv": [2, 2, 4, 4]}).end(error)
     assert failed == [error]
 
 

@@ -26,7 +26,7 @@ from transferd.tiers.page_handles import cuda_pages
 DEVICE = "cuda"  # cache.device of the engines that register
 
 
-class Blocks(Protocol):
+class BlockPieces(Protocol):
     """Where a tensor's blocks lie: offsets of the pieces of block 0, a piece's bytes, the bytes from block to block."""
 
     @property
@@ -55,7 +55,7 @@ class GpuMemory:
         self,
         rank: int,
         tensors: Sequence[Any],
-        layers: Sequence[Blocks],
+        layers: Sequence[BlockPieces],
         *,
         program: Program,
         instead: str,

@@ -117,7 +117,7 @@ class TransferdLinker(UnifiedCacheLinker):  # type: ignore[misc] # SGLang is not
         pools: dict[str, list[PoolTransfer]] = {}
         for one in transfers:
             pools.setdefault(str(one.name), []).append(one)
-        batch = _Batch(self.layer_done_counter, index, {name: self._sources[name].ends for name in pools})
+        batch = _LoadingLayers(self.layer_done_counter, index, {name: self._sources[name].ends for name in pools})
         try:
             free.synchronize()
             moves = {name: self._moving.submit(self._loaded, batch, name, some) for name, some in pools.items()}
@@ -129,7 +129,7 @@ class TransferdLinker(UnifiedCacheLinker):  # type: ignore[misc] # SGLang is not
             SGLANG.log.exception("transferd: an error of the adapter, not of the daemon")
             batch.end(error)
 
-    def _loaded(self, batch: _Batch, name: str, transfers: Sequence[PoolTransfer]) -> list[bool]:
+    def _loaded(self, batch: _LoadingLayers, name: str, transfers: Sequence[PoolTransfer]) -> list[bool]:
         def load(pool: AttachedPool, keys: Sequence[str], indices: Any) -> list[bool]:
             return pool.load(keys, indices, lambda pieces: batch.there(name, pieces))
 
@@ -237,8 +237,8 @@ def _scaled(pool: Any) -> bool:
     return any(getattr(pool, name, None) is not None for name in ("k_scale_buffer", "native_k_scale_buffer"))
 
 
-class _Lies(NamedTuple):
-    """A piece of each page: for GpuMemory (`common.gpu.Blocks`)."""
+class _PagePieces(NamedTuple):
+    """A piece of each page: for GpuMemory (`common.gpu.BlockPieces`)."""
 
     pieces: tuple[int, ...]
     nbytes: int
@@ -287,7 +287,7 @@ class DevicePages:
 
     def device_memory(self, pages: PageGrid) -> GpuMemory:
         """What the daemon maps. Raises TierError."""
-        lies = [_Lies((0,), size, stride) for size, stride in zip(pages.sizes, pages.strides, strict=True)]
+        lies = [_PagePieces((0,), size, stride) for size, stride in zip(pages.sizes, pages.strides, strict=True)]
         return GpuMemory(
             0,
             list(self._tensors()),
@@ -315,7 +315,7 @@ def _pieces_of(entry: Any, layer: int) -> list[int]:
     return [begin + one for begin in begins for one in ([mapped] if isinstance(mapped, int) else mapped)]
 
 
-class _Batch:
+class _LoadingLayers:
     """Which layers of a batch of loads are there. The last one is only once nothing writes any more.
 
     ends: see DevicePages, by pool.
