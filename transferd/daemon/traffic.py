@@ -184,9 +184,8 @@ class Traffic:
         """The share of hits that each level would have with other sizes. engine: only of its look-ups."""
         rows = []
         for level in levels:
-            for times in SIZES if level.capacity else ():
-                capacity = int(times * (level.capacity or 0))
-                share = self._what_if.share(capacity, engine)
-                if share is not None:
-                    rows.append(WhatIfReport(level.name, times, capacity, share))
+            sizes = [int(times * level.capacity) for times in SIZES] if level.capacity else []
+            shares = self._what_if.shares(sizes, engine)
+            each = zip(SIZES, sizes, shares, strict=True) if shares and sizes else ()
+            rows += [WhatIfReport(level.name, times, size, share) for times, size, share in each]
         return rows

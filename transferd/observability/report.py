@@ -10,14 +10,14 @@ UNSET is absent from the plain data where it does not apply.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.observability.figure import Count, Gauge, Sections
 from transferd.runtime.compat import convert
 from transferd.tasks import NOT_STORED, Status
 
@@ -40,36 +40,8 @@ EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
 NO_BACKEND = "none"
 
 
-class Figure(NamedTuple):
-    """A field that is a metric as well. `metrics.py` reads these, and docs/metrics.md is made of them.
-
-    name: the metric's, after the beginning that its section gives (Sections); "": the field's own.
-    label: that of the keys of a map, or of the places in a list. zero: keys that are always there.
-    none: the value in place of null; without it the metric is absent then.
-    """
-
-    kind: Literal["gauge", "counter"]
-    help: str
-    name: str = ""
-    label: str = ""
-    zero: Collection[str] = ()
-    none: float | None = None
-
-
-Gauge, Count = partial(Figure, "gauge"), partial(Figure, "counter")
 Counts = dict[str, int]
 UNATTACHED = Gauge("seconds for which a client has needed memory that is not attached", "unattached_seconds", none=0.0)
-
-
-class Sections(NamedTuple):
-    """A field with a section, or with several: how its metrics' names begin, and their labels with their attributes.
-
-    "" is the key in a map. The labels of a section around it come first, unless it is `apart`.
-    """
-
-    begins: str
-    labels: Mapping[str, str] = {}
-    apart: bool = False
 
 
 class ReportSection(msgspec.Struct, kw_only=True):

@@ -29,7 +29,7 @@ HALVES_S = 3600.0  # after so long, what came before counts half as much
 class _Seen:
     """What one engine has looked up, in blocks. Counts are estimates for all keys.
 
-    reused: how many were used before, by the bucket of their reuse distance in bytes.
+    reused: how many were used before, by their reuse distance in bytes, rounded.
     """
 
     __slots__ = ("asked", "block", "number", "order", "reused", "sampled")
@@ -71,7 +71,7 @@ class WhatIf:
             if time is None:
                 break  # what comes behind it is of no use
             farthest = max(farthest, self._since(time))
-            seen.reused[_bucket(farthest)] += self._scale
+            seen.reused[_rounded(farthest)] += self._scale
         self._use(seen, [key for key in followed if _place(key, seen) in self._last])
 
     def stored(self, engine: str, keys: Sequence[str], block: int) -> None:
@@ -87,17 +87,21 @@ class WhatIf:
 
     # --- what would be ------------------------------------------------------------------------------
 
-    def share(self, capacity: float, engine: str | None = None) -> float | None:
-        """The share of looked-up blocks that a store of so many bytes would have; None if nothing was looked up.
+    def shares(self, capacities: Sequence[int], engine: str | None = None) -> list[float]:
+        """The shares of looked-up blocks that stores of so many bytes would have; empty if nothing was looked up.
 
-        engine: only its look-ups; the others' blocks take room all the same.
+        capacities: ascending. engine: only its look-ups; the others' blocks take room all the same.
         """
         each = [seen for name, seen in self._engines.items() if engine in (None, name)]
         asked = sum(seen.asked for seen in each)
         if not asked:
-            return None
-        near = sum(n for seen in each for bucket, n in seen.reused.items() if _start(bucket) <= capacity)
-        return min(1.0, max(0.0, (near + asked - sum(seen.sampled for seen in each)) / asked))
+            return []
+        found = [0.0] * (len(capacities) + 1)
+        found[0] = asked - sum(seen.sampled for seen in each)
+        for seen in each:
+            for distance, number in seen.reused.items():
+                found[bisect_left(capacities, distance)] += number
+        return [min(1.0, max(0.0, near / asked)) for near in itertools.accumulate(found[:-1])]
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -146,21 +150,15 @@ class WhatIf:
             self._halved_at = self._now()
             for seen in self._engines.values():
                 seen.asked, seen.sampled = seen.asked / 2, seen.sampled / 2
-                for bucket in seen.reused:
-                    seen.reused[bucket] /= 2
+                for distance in seen.reused:
+                    seen.reused[distance] /= 2
 
 
 def _place(key: int, seen: _Seen) -> int:
     return key << NUMBER_BITS | seen.number
 
 
-def _bucket(distance: float) -> int:
-    """The bucket of a distance in bytes. There are 16 between a distance and its double."""
-    octave = max(0, int(distance).bit_length() - 5)
-    return (octave << 4) + (int(distance) >> octave)
-
-
-def _start(bucket: int) -> int:
-    """The shortest distance in a bucket."""
-    octave = max(0, (bucket >> 4) - 1)
-    return (bucket - (octave << 4)) << octave
+def _rounded(distance: float) -> int:
+    """A distance in bytes, rounded down by less than a sixteenth, so that a histogram stays small."""
+    shift = max(0, int(distance).bit_length() - 5)
+    return int(distance) >> shift << shift

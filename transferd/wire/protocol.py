@@ -30,6 +30,7 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
+from transferd.wire.hooks import plain, typed
 from transferd.wire.malformed import CAREFUL_BYTES, UNREADABLE, Malformed, as_malformed, check_token_ids
 
 __all__ = ["UNREADABLE", "Malformed"]  # imported names that callers may use; all names defined here are public
@@ -514,32 +515,10 @@ class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def _encode_hook(value: Any) -> Any:
-    if isinstance(value, TokenIds):
-        return value.to_bytes()
-    if isinstance(value, int):  # a subclass, such as config.Size
-        return int(value)
-    if isinstance(value, range):  # block ids
-        return list(value)
-    import numpy as np
-
-    if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them
-        return value.tolist()
-    raise TypeError(f"cannot encode {type(value).__name__}")
-
-
-def _decode_hook(kind: type, value: Any) -> Any:
-    if kind is TokenIds:
-        if not isinstance(value, bytes):
-            raise ValueError(f"Expected `bytes`, got `{type(value).__name__}`")
-        return TokenIds.from_bytes(value)
-    raise NotImplementedError(kind)
-
-
 # Bytes that must stay free beside a large message, or it is refused: other messages need memory as well.
 SPARE_BYTES = 2 * 1024**2
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def encoded(value: Any) -> msgspec.Raw:
@@ -547,7 +526,7 @@ def encoded(value: Any) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
+_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=typed)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 

@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def daemon_of(backend: Any) -> int:
-    process = backend._rank.pools["kv"].link._companion._process
+    process = backend._rank.pools["kv"].link._companion.started.process
     assert process is not None
     return int(process.pid)
 

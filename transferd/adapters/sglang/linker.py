@@ -56,7 +56,6 @@ class TransferdLinker(UnifiedCacheLinker):  # type: ignore[misc] # SGLang is not
         group = _pool_group(params, components)
         self.pools = group.entry_map  # SGLang reads it
         self._stores = not group.rank_replicated or not config.tp_rank
-        self._layers: int = group.num_layers
         self._sources = {
             str(name): DevicePages(group, [one for one in group.entries if one.indices_from_pool == name])
             for name in dict.fromkeys(group.sources.values())
@@ -64,7 +63,7 @@ class TransferdLinker(UnifiedCacheLinker):  # type: ignore[misc] # SGLang is not
         for name, pages in self._sources.items():
             self._rank.add(name, pages)
         self._rank.wait_ready()
-        self.layer_done_counter = LayerWiseLoadCounter(self._layers)
+        self.layer_done_counter = LayerWiseLoadCounter(group.num_layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: dict[str, list[PoolTransfer]] = {}
@@ -80,7 +79,7 @@ class TransferdLinker(UnifiedCacheLinker):  # type: ignore[misc] # SGLang is not
         """The lengths of prefixes, in pages, that all pools can restore."""
         asked = {str(one.name): one for one in transfers}
         main = asked.pop(str(PoolName.KV), None)
-        if main is None or not main.keys or asked.keys() < self._sources.keys() - {str(PoolName.KV)}:
+        if main is None or not main.keys or not asked.keys() >= self._sources.keys() - {str(PoolName.KV)}:
             return []
         return self._rank.restorable(main.keys, list(asked.values()))[0]
 

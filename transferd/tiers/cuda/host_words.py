@@ -100,23 +100,24 @@ def open_page(page: ExportedPage, driver: Driver) -> SharedSegment | None:
     return segment
 
 
-class _Watch:
+class _WordWatch:
     """Looks at the words that somebody waits for, from one thread for all ranks, which runs only meanwhile."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._waits: list[HostWait] = []  # replaced, never changed: `waiting` reads it without the lock
         self._since = 0.0  # when the newest wait began
         self._runs = False
 
     def hold(self, wait: HostWait) -> HostWait:
         """Have `wait.passed` called, from the thread, when its word is large enough. Raises NoThreads."""
-        with self._lock:
+        with self._changed:
             if not self._runs:
                 start_thread("transferd-timelines", self._serve)
                 self._runs = True
             self._waits = [*self._waits, wait]
             self._since = time.monotonic()
+            self._changed.notify()
         return wait
 
     def withdraw(self, wait: HostWait) -> bool:
@@ -133,7 +134,7 @@ class _Watch:
         return dict(waits)
 
     def _take(self, which: Callable[[HostWait], bool]) -> list[HostWait]:
-        with self._lock:
+        with self._changed:
             taken = [one for one in self._waits if which(one)]
             if taken:
                 self._waits = [one for one in self._waits if one not in taken]
@@ -144,12 +145,12 @@ class _Watch:
             over = self._take(lambda one: one.page.reached(one.slot) >= one.value)
             for wait in over:
                 wait.passed(None)
-            with self._lock:
+            with self._changed:
                 if not self._waits:
                     self._runs = False
                     return
-            if not over:
-                time.sleep(min(LATE_S, max(LOOK_S, (time.monotonic() - self._since) / PART)))
+                if not over:  # nobody signals what a GPU has written; a new wait is looked at soon
+                    self._changed.wait(min(LATE_S, max(LOOK_S, (time.monotonic() - self._since) / PART)))
 
 
-watch = _Watch()
+watch = _WordWatch()
