@@ -21,9 +21,8 @@ from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.daemon import traffic as module
 from transferd.daemon.preflight import build_engine
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyHistory, Traffic
 from transferd.observability import key_trace, logs
-from transferd.observability.key_history import KeyHistory
 from transferd.observability.key_trace import KEPT_S, KeyTrace
 from transferd.observability.report import MISSED_FOR
 from transferd.runtime.clock import SYSTEM_CLOCK

@@ -138,9 +138,8 @@ class HostedEngine:
         self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
         self.config = config
         self.registration = registration
-        self.nbytes = plan.sizes.memory
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
-        self.configured = plan.generation
+        self.nbytes, self.configured = plan.sizes.memory, plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
