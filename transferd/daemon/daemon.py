@@ -29,7 +29,7 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyTraffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
@@ -106,7 +106,7 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
-            traffic=(traffic := Traffic(self.storage, clock, second_use(config.storage, clock.monotonic))),
+            traffic=(traffic := KeyTraffic(self.storage, clock, second_use(config.storage, clock.monotonic))),
             admission=traffic.admission,
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)

@@ -34,7 +34,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyTraffic
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import RankReport
@@ -93,7 +93,7 @@ class Shared:
     events: EventSockets | None  # the sockets of KV events
     departures: Departures
     tasks: TaskLog  # gets every answered task
-    traffic: Traffic  # gets every look-up and answered task
+    traffic: KeyTraffic  # gets every look-up and answered task
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks

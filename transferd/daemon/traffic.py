@@ -97,7 +97,7 @@ class _Missed:
         self.generations: deque[str] = deque(maxlen=GENERATIONS)
 
 
-class Traffic:
+class KeyTraffic:
     """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record."""
 
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
