@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from pathlib import Path
@@ -29,6 +28,8 @@ def record(
 
     Run it as the daemon's user or root.
     """
+    import asyncio
+
     written = _Written()
     try:
         with file.open("x", encoding="utf-8") as lines, contextlib.suppress(KeyboardInterrupt):
@@ -49,6 +50,8 @@ class _Written:
 
 
 async def _record(daemon: AskedDaemon, written: _Written, lines: TextIO, seconds: float | None, engine: str) -> None:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     until = None if seconds is None else loop.time() + seconds
     last = 0

@@ -7,7 +7,6 @@ if that ends by itself (`--wait`).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -133,6 +132,8 @@ def restart_check(
     With --wait engines are refused new tasks (`draining`) until this command ends: restart the daemon right after it.
     Run it as the daemon's user or root.
     """
+
+    import asyncio
 
     async def ask() -> list[Stake]:
         async with contextlib.AsyncExitStack() as stack:
