@@ -30,6 +30,7 @@ from transferd.daemon.kv_events.announcements import Block, Residency
 from transferd.errors import NoThreads
 from transferd.runtime.aio import answered
 from transferd.runtime.threads import Crew
+from transferd.storage.registry import backends_of
 from transferd.wire.kv_events import MEDIUM_STORAGE
 
 log = structlog.get_logger(__name__)
@@ -55,9 +56,10 @@ _decoder, _encoder = msgspec.msgpack.Decoder(_Chunk), msgspec.msgpack.Encoder()
 
 def place_of(config: Config, engine: str, space: str) -> Path | None:
     """The file of one engine; None if no disk of this node holds blocks. space: the beginning of its objects' names."""
-    if "file" not in config.storage.backends:
+    disks = [disk for backend in backends_of(config) for disk in backend.directories(config.storage)]
+    if not disks:
         return None
-    return Path(config.storage.file.paths[0]) / f"announced-{key_digest(f'{engine} {space}')[:16]}"
+    return Path(disks[0].paths[0]) / f"announced-{key_digest(f'{engine} {space}')[:16]}"
 
 
 class Remembered:
