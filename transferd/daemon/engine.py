@@ -144,9 +144,8 @@ class HostedEngine:
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
-        self._total, self._epochs = total, epochs
+        self._total, self._epochs, self._shared = total, epochs, shared
         self.recorder = shared.recorder.of(name)
-        self._shared = shared
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.only_flush = self.tokens is not None and config.storage.attention_store.only_flush
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
