@@ -1,7 +1,7 @@
 """The daemon behind an engine: a running one, or one that we start with defaults. Ours ends with the engine.
 
     where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
-                    of this user or of root listens there, else a socket in this user's directory
+                    listens there that can map our memory, else a socket in this user's directory
     runs already    we use it as it is, and never stop it
     does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
                     without, we start one that stores files under a cache directory
@@ -52,6 +52,7 @@ class DaemonFinder:
     program: the one that the engine runs in.
     endpoint, path, capacity: the operator's settings, "" or 0 if not set.
     engine: None if another process starts the daemon, that of rank 0.
+    gpu: whether the daemon has to map memory of a GPU.
     """
 
     def __init__(
@@ -62,13 +63,14 @@ class DaemonFinder:
         path: str = "",
         capacity: int = 0,
         engine: Sized | None = None,
+        gpu: bool = False,
     ) -> None:
         named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
         if named and (path or capacity):
             what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
             raise ConfigError("path, capacity", what, named)
         self.program = program
-        self._path, self._capacity, self._engine = path, capacity, engine
+        self._path, self._capacity, self._engine, self._gpu = path, capacity, engine, gpu
         self._endpoint = named
         self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
         self._process: DaemonProcess | None = None
@@ -92,7 +94,7 @@ class DaemonFinder:
         The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
-            packaged = packaged_endpoint(self.program.title, self.program.log)
+            packaged = packaged_endpoint(self.program.title, self.program.log, gpu=self._gpu)
             self._ours = not packaged
             self._endpoint = packaged or own_socket(own_directory(self.program.folder))
         if (

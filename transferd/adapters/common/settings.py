@@ -43,13 +43,13 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def capacity_bytes(self) -> int:
         return int(Size.parse(self.capacity))
 
-    def finder(self, program: Program, engine: EngineFacts | None) -> DaemonFinder:
-        """Where the daemon of these settings is. engine: None in a process that does not start it.
+    def finder(self, program: Program, engine: EngineFacts | None, *, gpu: bool = False) -> DaemonFinder:
+        """Where the daemon of these settings is. engine: None in a process that does not start it. gpu: see there.
 
         Raises ConfigError for settings that contradict each other.
         """
         where = {"endpoint": self.endpoint, "path": self.path}
-        return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine)
+        return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine, gpu=gpu)
 
 
 def check_size(section: str, key: str, given: int | str) -> None:
