@@ -1,4 +1,4 @@
-"""Descriptors that are passed to a real listening socket: taken by their user and token, bounded, and never left open."""
+"""Descriptors passed to a real listening socket: taken by their user and token, bounded, and never left open."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_another_user_or_token_gets_nothing_and_what_is_late_is_closed(
     before = open_memory_and_files()
     fd = os.memfd_create("mine")
     token = pass_descriptors(transport.endpoints[0], [fd])
-    with pytest.raises(TierError, match="have not arrived within 0.05 s"):
+    with pytest.raises(TierError, match=r"have not arrived within 0\.05 s"):
         await passed(transport).take(os.getuid() + 1, token)
     with pytest.raises(TierError, match="offer it again"):
         await passed(transport).take(os.getuid(), token[::-1])
