@@ -193,11 +193,13 @@ def ping(
     """Print the daemon's boot_id and round-trip time; exit 1 if no daemon answers.
 
     With --ready or --timeout, waits until the daemon is ready, and prints on stderr what for. Without them, says at
-    once why no daemon can be reached, or that the daemon is not ready.
+    once why no daemon can be reached, or that the daemon is not ready. Says on stderr if the daemon's version is not this
+    command's: it was not restarted after an upgrade.
     """
     import asyncio
 
     from transferd.runtime import compat
+    from transferd.runtime.version import VERSION
 
     waits, limit = ready or timeout is not None, 2.0 if timeout is None else timeout
 
@@ -205,7 +207,10 @@ def ping(
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
         async with reached as client, compat.timeout(limit + 2):
             # `ready` as on /readyz: a daemon without [cache] has no engine of this client's that could become ready.
-            is_ready = (await client.stats())["ready"]
+            found = await client.stats()
+            is_ready = found["ready"]
+            if found["version"] != VERSION:
+                logs.say(f"the daemon is {found['version']}, this command {VERSION}: restart the daemon")
             if not is_ready:
                 try:
                     await (await_ready(client, limit) if waits else client.wait_ready(0.0))
