@@ -1,9 +1,9 @@
 """An engine of either version: stores blocks whose bytes follow from their keys, and compares what it loads.
 
-    python engine.py ENDPOINT write FIRST COUNT     prints how many were stored
-    python engine.py ENDPOINT read FIRST COUNT      prints the numbers that are there; ends with 1 if a byte is wrong
+    python engine.py ENDPOINT [write FIRST COUNT] … [read FIRST COUNT] …
 
-Written for the API of 0.3.0, and run with either version on its path.
+Prints the numbers of the blocks that the last of these has stored or found; ends with 1 if a byte is wrong. Written for
+the API of 0.3.0, and run with either version on its path.
 """
 
 from __future__ import annotations
@@ -36,34 +36,40 @@ def layers(caches: list[dict[str, list[Any]]]) -> list[tuple[int, Any]]:
     ]
 
 
-async def main(endpoint: str, what: str, first: int, count: int) -> None:
-    unique = os.urandom(8).hex()  # an id that was used before would get that task's result
-    keys = [f"block-{number}" for number in range(first, first + count)]
+async def main(endpoint: str, commands: list[tuple[str, int, int]]) -> None:
     async with Client(endpoint, connect_timeout=30) as client:
-        caches = [await client.attach(rank) for rank in range(len((await client.stats())["ranks"]))]
-        arrays, done = layers(caches), []
-        for begin in range(0, count, BLOCKS):
-            some = keys[begin : begin + BLOCKS]
-            blocks = list(range(len(some)))
-            for block, key in enumerate(some):
-                for rank, array in arrays:
-                    row = array[block].reshape(-1)
-                    row[...] = np.frombuffer(content(key, rank, row.size), np.uint8) if what == "write" else 0
-            if what == "write":
-                result = await client.submit(
-                    WriteStorageTask(task_id=f"{unique} {begin}", keys=some, gpu_block_ids=blocks)
-                )
-                assert result.status == "ok", result
-                done += some
-                continue
-            task = ReadStorageTask(task_id=f"{unique} {begin}", keys=some, gpu_block_ids=blocks, prefix=False)
-            for block in (await client.submit(task)).block_ids:
-                for rank, array in arrays:
-                    row = array[block].reshape(-1)
-                    assert row.tobytes() == content(some[block], rank, row.size), f"{some[block]} has wrong bytes"
-                done.append(some[block])
+        arrays = layers([await client.attach(rank) for rank in range(len((await client.stats())["ranks"]))])
+        for what, first, count in commands:
+            done = await moved(client, arrays, what, first, count)
     print(json.dumps([int(key.partition("-")[2]) for key in done]))
 
 
+async def moved(client: Client, arrays: list[tuple[int, Any]], what: str, first: int, count: int) -> list[str]:
+    """Write or read these blocks; return the keys of those that were."""
+    unique = os.urandom(8).hex()  # an id that was used before would get that task's result
+    keys = [f"block-{number}" for number in range(first, first + count)]
+    done: list[str] = []
+    for begin in range(0, count, BLOCKS):
+        some = keys[begin : begin + BLOCKS]
+        blocks = list(range(len(some)))
+        for block, key in enumerate(some):
+            for rank, array in arrays:
+                row = array[block].reshape(-1)
+                row[...] = np.frombuffer(content(key, rank, row.size), np.uint8) if what == "write" else 0
+        if what == "write":
+            result = await client.submit(WriteStorageTask(task_id=f"{unique} {begin}", keys=some, gpu_block_ids=blocks))
+            assert result.status == "ok", result
+            done += some
+            continue
+        task = ReadStorageTask(task_id=f"{unique} {begin}", keys=some, gpu_block_ids=blocks, prefix=False)
+        for block in (await client.submit(task)).block_ids:
+            for rank, array in arrays:
+                row = array[block].reshape(-1)
+                assert row.tobytes() == content(some[block], rank, row.size), f"{some[block]} has wrong bytes"
+            done.append(some[block])
+    return done
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
+    words = iter(sys.argv[2:])
+    asyncio.run(main(sys.argv[1], [(what, int(next(words)), int(next(words))) for what in words]))

@@ -161,9 +161,7 @@ def test_from_an_installation_by_hand_to_the_package_and_to_the_last_release(hos
 
 def test_after_the_removal_nothing_is_left(host: Host) -> None:
     host.type(page(host.sources / "new", UNINSTALL))
-    find = (
-        "find /etc /opt /run /usr/bin /usr/lib /usr/share /lib/systemd /dev/shm /var/lib/transferd -name '*transferd*'"
-    )
-    assert host.type(f"{find} 2>/dev/null || true").split() == []
+    places = "/etc /opt/transferd /run /usr/bin /usr/lib /usr/share /lib/systemd /dev/shm /var/lib/transferd"
+    assert host.type(f"find {places} -name '*transferd*' 2>/dev/null || true").split() == []
     assert host.type("systemctl list-units --plain 'transferd*' --no-legend").split() == []
     assert "transferd" not in host.type("getent passwd")

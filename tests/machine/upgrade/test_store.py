@@ -71,8 +71,15 @@ class Node:
                 assert client.stats()["version"] == version
             yield daemon
 
-    def engine(self, version: str, daemon: launch.DaemonProcess, *what: str) -> set[int]:
-        command = ["env", f"PYTHONPATH={self._trees[version]}", sys.executable, str(ENGINE), daemon.endpoint, *what]
+    def engine(self, version: str, daemon: launch.DaemonProcess, what: str) -> set[int]:
+        command = [
+            "env",
+            f"PYTHONPATH={self._trees[version]}",
+            sys.executable,
+            str(ENGINE),
+            daemon.endpoint,
+            *what.split(),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
         return set(json.loads(done.stdout))
@@ -81,39 +88,36 @@ class Node:
 def test_up_and_down_again_with_a_full_store_pins_disks_and_levels(released: Path, tmp_path: Path) -> None:
     node = Node(released, tmp_path)
     with node.serving(VERSION, node.one_disk) as daemon:
-        node.engine(VERSION, daemon, "write", "0", str(4 * HELD))
-        before = node.engine(VERSION, daemon, "read", "0", str(4 * HELD))
+        before = node.engine(VERSION, daemon, "write 0 128 read 0 128")
         assert 0 < len(before) < 4 * HELD, "the store is full"
 
     with node.serving(THIS, node.one_disk) as daemon:
-        after = node.engine(VERSION, daemon, "read", "0", str(4 * HELD))  # an engine that is not upgraded yet
+        after = node.engine(VERSION, daemon, "read 0 128")  # an engine that is not upgraded yet
         assert after <= before
         assert len(after) >= 0.9 * len(before), "this version counts what the file system allocates: up to 4 KiB more"
         kept, purged = sorted(after)[:2], sorted(after)[-2:]
         with SyncClient(daemon.endpoint) as client:
             client.pin([f"block-{number}" for number in kept], 3600)
             client.purge([f"block-{number}" for number in purged])
-        node.engine(THIS, daemon, "write", "1000", str(2 * HELD))
-        found = node.engine(THIS, daemon, "read", "0", str(4 * HELD))
+        found = node.engine(THIS, daemon, "write 128 64 read 0 128")
         assert set(kept) <= found, "pins outlive a store that fills"
         assert not set(purged) & found
     with node.serving(THIS, node.disks_and_levels) as daemon:
-        node.engine(THIS, daemon, "write", "2000", str(HELD))
-        found = node.engine(THIS, daemon, "read", "0", "3000")
+        found = node.engine(THIS, daemon, "write 192 32 read 0 240")
         assert set(kept) <= found
-        newest = set(range(2000 + HELD // 2, 2000 + HELD))
+        newest = set(range(208, 224))
         assert newest <= found, "two disks hold more than one"
 
     with node.serving(VERSION, node.one_disk) as daemon:
-        back = node.engine(VERSION, daemon, "read", "0", "3000")
+        back = node.engine(VERSION, daemon, "read 0 240")
         assert back, "the first disk's objects are the last release's, too"
         assert back <= found
         assert not set(purged) & back
-        node.engine(VERSION, daemon, "write", "3000", "16")
+        node.engine(VERSION, daemon, "write 224 16")
     with node.serving(THIS, node.disks_and_levels) as daemon:
-        again = node.engine(THIS, daemon, "read", "0", "4000")
-        assert again >= set(range(3000, 3016)), "what it stored meanwhile"
-        assert again <= found | set(range(3000, 3016)), "nothing else came"
+        again = node.engine(THIS, daemon, "read 0 240")
+        assert again >= set(range(224, 240)), "what it stored meanwhile"
+        assert again <= found | set(range(224, 240)), "nothing else came"
         assert not set(purged) & again
 
 
