@@ -211,7 +211,7 @@ class ZmtpConnection:
         return None if self.credentials is None else self.credentials.uid
 
     async def passed(self, token: bytes) -> Descriptors:
-        """The descriptors that this peer's user has passed with this token. Raises TierError, TransferError."""
+        """The descriptors that this peer's user has passed with this token. Raises TierError."""
         return await self._acceptor.passed.take(self.user, token)
 
     @property
@@ -260,11 +260,11 @@ class ZmtpConnection:
         """The first bytes of a peer of a unix socket. A peer that passes descriptors has done all that it came for."""
         data, ancillary, _, _ = self._sock.recvmsg(CHUNK, ANCILLARY, sockets.MSG_CMSG_CLOEXEC)
         if ancillary or data.startswith(MARK):
-            descriptors, refusal = Descriptors.received(ancillary), self.door.refusal(self.credentials)
+            descriptors, refusal = Descriptors(ancillary), self.door.refusal(self.credentials)
             if refusal or self.observer or not descriptors.numbers or len(data) != len(MARK) + TOKEN_BYTES:
                 self.break_off(refusal or "protocol_error", "it may not pass descriptors, or not in this way")
             else:
-                self._acceptor.passed.arrived(self.user, data, descriptors)
+                self._acceptor.passed.arrived(self.user, data[len(MARK) :], descriptors)
                 self.end()
         return data
 

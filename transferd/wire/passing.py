@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import array
 import asyncio
-import contextlib
 import os
-import resource
 import socket as sockets
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 
-from transferd.errors import TierError, TransferError
+from transferd.errors import TierError
+from transferd.runtime.compat import wait_for
 from transferd.wire.shares import User
 
 MARK = b"\x01transferd"  # no greeting of ZMTP begins so
 TOKEN_BYTES = 16
 MOST_PASSED = 64  # descriptors of one message
 ANCILLARY = sockets.CMSG_SPACE(MOST_PASSED * array.array("i").itemsize)
-OF_DESCRIPTORS = 16  # a sixteenth of the process's descriptors may be passed and not yet mapped
+MOST_HELD = 256  # descriptors that may be passed and not mapped yet, of all users; of one, half
 WAIT_S = 5.0  # how long an offer waits for its descriptors, and they for their offer
 
 Ancillary = Sequence[tuple[int, int, bytes]]
@@ -49,24 +48,15 @@ def pass_descriptors(endpoint: str, descriptors: Sequence[int]) -> bytes:
 class Descriptors:
     """Descriptors that this process owns; they are closed once nothing refers to this."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = tuple(numbers)
-        weakref.finalize(self, _close, self.numbers).atexit = False
-
-    @classmethod
-    def received(cls, ancillary: Ancillary) -> Descriptors:
-        """Those that came with a message."""
+    def __init__(self, ancillary: Ancillary) -> None:
+        """ancillary: what came with a message."""
         numbers = array.array("i")
         for level, kind, data in ancillary:
             if (level, kind) == (sockets.SOL_SOCKET, sockets.SCM_RIGHTS):
                 numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-        return cls(numbers)
-
-
-def _close(numbers: Sequence[int]) -> None:
-    for number in numbers:
-        with contextlib.suppress(OSError):
-            os.close(number)
+        self.numbers = tuple(numbers)
+        for number in self.numbers:
+            weakref.finalize(self, os.close, number).atexit = False
 
 
 class Passed:
@@ -80,54 +70,31 @@ class Passed:
         self._arrived: dict[tuple[User, bytes], asyncio.Future[Descriptors]] = {}
         self.held: Counter[User] = Counter()
 
-    def arrived(self, user: User, message: bytes, descriptors: Descriptors) -> None:
-        """Keep descriptors for the offer that names the message's token; close those that are too many."""
-        count, most, key = len(descriptors.numbers), most_passed(), (user, message.removeprefix(MARK))
-        if self.held[user] + count > most // 2 or self.held.total() + count > most:
-            waiting = self._arrived.get(key)
-            if waiting is not None and not waiting.done():
-                what = f"{self.held[user]} descriptors of this user wait for their offers: offer again later"
-                waiting.set_exception(TransferError(what, code="no_room"))
+    def arrived(self, user: User, token: bytes, descriptors: Descriptors) -> None:
+        """Keep descriptors for the offer that names the token; close those that are too many."""
+        count = len(descriptors.numbers)
+        if self.held[user] + count > MOST_HELD // 2 or self.held.total() + count > MOST_HELD:
             return
-        waiting = self._waiting(key)
+        waiting = self._waiting((user, token))
         if not waiting.done():
             self.held[user] += count
-            weakref.finalize(descriptors, self._given_back, user, count).atexit = False
+            weakref.finalize(descriptors, self.held.subtract, {user: count}).atexit = False
             waiting.set_result(descriptors)
 
     async def take(self, user: User, token: bytes) -> Descriptors:
-        """What this user has passed, or is passing, with this token. Raises TierError, TransferError."""
-        key = user, token
-        waiting = self._waiting(key)
+        """What this user has passed, or is passing, with this token. Raises TierError."""
+        waiting = self._waiting((user, token))
         try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            if not waiting.cancelled():
-                raise
+            return await wait_for(waiting, WAIT_S)
+        except TimeoutError:
             what = f"the descriptors of this memory have not arrived within {WAIT_S:g} s: offer it again"
             raise TierError(what) from None
         finally:
-            self._arrived.pop(key, None)
+            self._arrived.pop((user, token), None)
 
     def _waiting(self, key: tuple[User, bytes]) -> asyncio.Future[Descriptors]:
         waiting = self._arrived.get(key)
         if waiting is None:
             waiting = self._arrived[key] = self._loop.create_future()
-            self._loop.call_later(WAIT_S, self._forget, key)
+            self._loop.call_later(WAIT_S, self._arrived.pop, key, None)
         return waiting
-
-    def _forget(self, key: tuple[User, bytes]) -> None:
-        waiting = self._arrived.pop(key, None)
-        if waiting is not None:
-            waiting.cancel()
-
-    def _given_back(self, user: User, count: int) -> None:
-        self.held[user] -= count
-        if not self.held[user]:
-            del self.held[user]
-
-
-def most_passed() -> int:
-    """The most descriptors that may be passed and not mapped, of all users; of one user half of them."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 4096 if limit == resource.RLIM_INFINITY else limit // OF_DESCRIPTORS

@@ -99,7 +99,7 @@ class ServerPeer(Protocol):
         ...
 
     async def passed(self, token: bytes) -> Descriptors:
-        """The descriptors that this peer's user has passed with this token. Raises TierError, TransferError."""
+        """The descriptors that this peer's user has passed with this token. Raises TierError."""
         ...
 
 
