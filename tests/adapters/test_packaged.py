@@ -115,7 +115,7 @@ def test_the_packaged_daemon_is_used_if_it_can_map_our_memory(
     used = whose in ("ours", "root's") or (whose == "another's" and not gpu)
     assert found == (f"ipc://{path}" if used else "")
     closed = "may not connect"
-    why = {"another's": "another user", "not writable": closed, "in a directory of others": closed}.get(whose)
+    why = {"another's": "another user", "not writable": closed, "in a directory of others": closed}.get(whose, "")
     told = [f"not using the packaged daemon at ipc://{path}: ", why, "run it as the engine's user"]
     told = told if why and not used else []
     assert len(caplog.messages) == bool(told)

@@ -8,6 +8,7 @@ from transferd.cli.keeping import _not_reached
 from transferd.wire.answers import Purged
 
 SHARED = "; the level object keeps its objects, because others use it"
+REMEDY = " (--shared removes them for all)"
 
 
 @pytest.mark.parametrize(
@@ -32,13 +33,13 @@ SHARED = "; the level object keeps its objects, because others use it"
         (
             Purged(shared=["object"]),
             False,
-            f"{SHARED}: this daemon uses them no more until it stores them again, or restarts",
+            f"{SHARED}: this daemon uses them no more until it stores them again, or restarts{REMEDY}",
         ),
-        (Purged(shared=["object"]), True, SHARED),
+        (Purged(shared=["object"]), True, f"{SHARED}{REMEDY}"),
         (
             Purged(1, 10, ["/mnt/b"], ["/mnt/a"], ["object"]),
             True,
-            f"; /mnt/b was away: its objects go when it returns (the order is on /mnt/a){SHARED}",
+            f"; /mnt/b was away: its objects go when it returns (the order is on /mnt/a){SHARED}{REMEDY}",
         ),
     ],
 )

@@ -25,6 +25,7 @@ from transferd.cli.pool.master import master_executable
 from transferd.client.launch import DaemonProcess, running
 from transferd.errors import RequestError
 from transferd.runtime.compat import tomllib
+from transferd.wire.answers import Purged
 from transferd.wire.kv_events import block_hash
 
 RANKS, BLOCKS = 2, 16
@@ -255,6 +256,47 @@ def test_purge_and_pin_reach_both_levels(tmp_path: Path) -> None:
         assert client.purge(keys=KEYS)["objects"] == 2 * RANKS * BLOCKS
         assert client.match(KEYS) == 0
         assert [row["objects"] for row in rows(client)] == [0, 0]
+
+
+@pytest.mark.parametrize("levels", [("memory", "object"), ("object",)])
+def test_a_bucket_keeps_what_is_purged_for_others_unless_it_is_purged_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...]
+) -> None:
+    def node(name: str) -> Any:
+        return daemon_of(tree(tmp_path / name, levels, object=bucket), tmp_path / name)
+
+    with serving(tmp_path / "s3", monkeypatch) as server:
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 5.0}
+        with node("a") as (_, one), node("b") as (_, other):
+            kept = filled(one)
+            assert write(one).status is Status.OK
+            wait_until(lambda: other.match(KEYS) == BLOCKS, "the bucket has all")
+            if len(levels) > 1:
+                assert one.purge(KEYS[:4]).shared == ["object"], "of this node alone"
+                assert (one.match(KEYS), other.match(KEYS)) == (0, BLOCKS)
+            else:
+                with pytest.raises(RequestError, match="does not know its own objects"):
+                    one.purge(KEYS[:4])
+            with pytest.raises(RequestError, match="does not know how long"):
+                one.purge(older_than=1.0, shared=True)
+            objects = RANKS * BLOCKS
+            here = objects if len(levels) > 1 else 0
+            assert one.purge(model="n", shared=True) == Purged(), "another model's"
+            would = one.purge(KEYS[-2:], shared=True, dry_run=True)
+            assert would.objects == 2 * RANKS * (1 + bool(here))
+            gone = one.purge(KEYS[-2:], shared=True)
+            assert (gone.objects, gone.complete) == (would.objects, True)
+            assert other.exists(KEYS[-3:]) == [True, False, False]
+            gone = one.purge(model="m", shared=True)
+            assert gone.complete, gone
+            assert gone.objects >= objects - 2 * RANKS
+            assert other.exists(KEYS) == [False] * BLOCKS
+            for rank in range(RANKS):
+                for layers in other.attach(rank).values():
+                    for layer, mine in zip(layers, kept[rank][next(iter(kept[rank]))], strict=True):
+                        layer[:] = mine
+            assert write(other, "again").status is Status.OK
+            wait_until(lambda: one.match(KEYS) == BLOCKS, "what is stored there after it is seen")
 
 
 def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_it(

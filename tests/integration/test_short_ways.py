@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.walk_task import Walk, walk_read, walk_write
+from scripts.walk_task import Walk, walk_levels, walk_read, walk_write
 
 MOST_FILES_OF_A_WRITE = 31  # to storage in memory
 MOST_FILES_OF_A_READ = 33  # from storage in files
+MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 46, 565  # a write to memory above files, and its copy
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,12 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 
 def test_a_write_crosses_few_files(walk: Walk) -> None:
     assert len(walk.files) <= MOST_FILES_OF_A_WRITE, walk.files
+
+
+def test_a_write_to_levels_crosses_few_files_and_asks_little(tmp_path: Path) -> None:
+    walk = asyncio.run(walk_levels(tmp_path))
+    assert len(walk.files) <= MOST_FILES_OF_LEVELS, walk.files
+    assert len(walk.calls) <= MOST_CALLS_OF_LEVELS, walk.calls
 
 
 def test_a_read_of_a_file_crosses_few_files(tmp_path: Path) -> None:

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.storage.harness import Harness, Open, file_config
-from tests.storage.real_disks import EACH, disks, gone, names, needs_root, on_disk, put, read_only, there, writable
+from tests.storage.real_disks import (
+    EACH,
+    disks,
+    gone,
+    mounted_at,
+    names,
+    needs_root,
+    on_disk,
+    put,
+    read_only,
+    there,
+    writable,
+)
 from tests.support.waits import until
 from transferd.config import FileStorageSection, StorageSection
 from transferd.config.size import Capacities
@@ -96,6 +108,30 @@ async def test_a_disk_that_is_mounted_again_with_another_device_number_keeps_its
     await until(lambda: not out(harness))
     assert on_disk(mounts[0] / "blocks") >= held
     assert await there(harness, names(20)) == set(names(20))
+
+
+async def test_a_disk_that_is_not_mounted_at_the_start_is_left_out_until_it_is(
+    open_storage: Open, mounts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one path alone nobody knows it: the orders that would say so are on the disk itself."""
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    paths = [mounts[0] / "deep" / "blocks", mounts[1] / "blocks"]
+    first = await open_storage(disks(paths))
+    await put(first, names(20))
+    await first.storage.close()
+    held, kept = on_disk(paths[0]), tmp_path / "kept"
+    kept.mkdir()
+    mounted_at(mounts[0], kept)
+    gone(mounts[0])
+    harness = await open_storage(storage := disks(paths))
+    assert "nothing is mounted at" in storage.statistics()["disks"][0]["failed"]
+    assert await put(harness, names(5, 100)) == [Found.STORED] * 10
+    assert not list(mounts[0].iterdir()), "nothing is written beneath"
+    mounted_at(kept, mounts[0])
+    await until(lambda: not storage.statistics()["disks_failed"])
+    assert on_disk(paths[0]) >= held
+    assert await there(harness, names(20)) == set(names(20))
+    gone(kept)
 
 
 async def test_a_reload_of_the_configuration_tries_a_disk_that_rests(

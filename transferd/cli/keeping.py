@@ -39,6 +39,9 @@ def purge(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Everything that is stored.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Remove nothing; say what would be removed.")] = False,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Also from a bucket or pool, for all nodes that use it.")
+    ] = False,
 ) -> None:
     """Remove stored blocks while the daemon runs: those that fit everything that is given.
 
@@ -53,7 +56,7 @@ def purge(
         raise typer.BadParameter(both)
 
     purged = daemon.ask(
-        lambda client: client.purge(named, model, generation, engine or None, age, dry_run),
+        lambda client: client.purge(named, model, generation, engine or None, age, dry_run, shared),
         engine=engine,
         shows="" if dry_run else "purging",
     )
@@ -70,7 +73,8 @@ def purge(
 def _not_reached(purged: Purged, *, by_age: bool) -> str:
     """What a purge has left, and when that goes. by_age: a level that others use does not know how old its use is."""
     unused = "" if by_age else ": this daemon uses them no more until it stores them again, or restarts"
-    stays = "".join(f"; the level {level} keeps its objects, because others use it{unused}" for level in purged.shared)
+    keeps = f"keeps its objects, because others use it{unused} (--shared removes them for all)"
+    stays = "".join(f"; the level {level} {keeps}" for level in purged.shared)
     if not purged.not_reached:
         return stays
     away = ", ".join(purged.not_reached)

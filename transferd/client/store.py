@@ -109,6 +109,7 @@ class StoreCalls(Calls):
         engine: str | None = None,
         older_than: float | None = None,
         dry_run: bool = False,
+        shared: bool = False,
     ) -> Purged:
         """Remove the stored objects that fit everything that is given; without any argument, all of them.
 
@@ -116,12 +117,14 @@ class StoreCalls(Calls):
         engine: only what this engine has stored.
         older_than: only what nobody has stored or used for so many seconds.
         dry_run: remove nothing, and say what would be.
+        shared: remove them from a bucket or pool as well, for all nodes that use it. Not with `older_than`.
 
         Returns the objects and bytes that were removed, once their bytes are gone; an object is one rank's block. New
         loads miss the objects even before that; running loads finish first. Objects that are being stored, and pinned
         ones, are removed as well; what is stored after this returns stays. `complete` says whether no place has any
         left; `not_reached` names those that may, such as a disk that is away: it removes them when it returns. A level
-        in `shared`, such as a bucket, keeps them for others, and this daemon does not use them any more.
+        in `shared`, such as a bucket, keeps them for others, and this daemon does not use them any more. With the
+        argument `shared` they are removed there; other nodes may store them again meanwhile.
 
         Clients of a registered engine, and of its user, may purge that engine's objects (the default without `engine`);
         the daemon's user and root may purge everything. Raises RequestError (`not_yours`, `unknown_engine`,
@@ -129,7 +132,7 @@ class StoreCalls(Calls):
         """
         age = None if older_than is None else _seconds("older_than", older_than)
         named = None if keys is None else keys_list(keys)
-        asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True)
+        asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True, shared=shared)
         return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
     async def pin(self, keys: Sequence[str], ttl: float, *, places: bool = False) -> Pinned:

@@ -7,6 +7,7 @@ daemon's user's.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper, PinState
 from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
-from transferd.storage.selection import Selection
+from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
 from transferd.wire.answers import BlockPlaces, Purged
 
@@ -152,7 +153,11 @@ class Holdings:
 
     async def purge(self, client: KnownClient, asked: wire.Purge) -> dict[str, Any]:
         """Purge the objects that the client requests and has a right to. Raises RequestError, StorageError."""
-        keeper = self._keeper
+        if not asked.shared:
+            _ = self._keeper  # raises if there is none
+        elif not is_operator(client.uid):
+            what = "objects that other nodes use too may be purged by the daemon's user and root only"
+            raise RequestError(f"{what}: purge your engine's without `shared`", code="not_yours")
         if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
             what = 'names of FastDeploy\'s schema say neither model nor generation (storage.key_schema = "fastdeploy")'
             raise RequestError(f"{what}: purge by keys, engine or age", code="bad_value")
@@ -165,11 +170,27 @@ class Holdings:
         total, by = Purged(), _by(client, asked.engine)
         for owner in [None] if owners is None else owners:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
-            total += await keeper.purge(selection, dry_run=asked.dry_run, by=by)
+            total += await self._purged(selection, asked, by)
         found = msgspec.structs.asdict(total)
         if not asked.detail:
             return {"objects": total.objects, "bytes": total.bytes}
         return found | {"complete": total.complete}
+
+    async def _purged(self, selection: Selection, asked: wire.Purge, by: By) -> Purged:
+        """Purge what fits: here, and for all nodes if that is wanted."""
+        keeper, storage = self._own_keeper, self._storage
+        if not asked.shared or storage is None:
+            return await self._keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        check_shared(selection)
+        if selection.owner is not None:
+            space = None if keeper is None else keeper.space_of(selection.owner)
+            if space is None:
+                what = "nobody here knows which of the objects in a bucket or pool this engine has stored"
+                raise RequestError(f"{what}: purge by keys or by model", code="bad_value")
+            selection = dataclasses.replace(selection, space=space)
+        here = Purged() if keeper is None else await keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        there = await storage.purge_shared(selection, dry_run=asked.dry_run)
+        return msgspec.structs.replace(here, shared=[]) + there
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""

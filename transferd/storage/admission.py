@@ -1,4 +1,4 @@
-"""Chooses the blocks to store: all, or those that a second task has tried to store (`storage.admit`, docs/adr/0089).
+"""Chooses the blocks to store: all, or those that a second task has tried to store (`storage.admit`, docs/adr/0130).
 
 Most blocks are never loaded again, and each one wears an SSD. With "second use", the first task that would store a
 block is answered *not admitted*; a second task within `storage.admit_window` stores it. All ranks of a task count

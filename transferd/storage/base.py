@@ -39,17 +39,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from transferd.config import Config, FileStorageSection, StorageSection
-from transferd.errors import TransferError
+from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
+from transferd.storage.selection import Selection
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
-from transferd.wire.answers import StoreDirectory
+from transferd.wire.answers import Purged, StoreDirectory
 
 S = TypeVar("S")
 
@@ -431,6 +432,15 @@ class Storage(abc.ABC):
         In a backend with an index, the object is unreachable once this returns, and so before its task is answered.
         Awaiting the result waits for the rest.
         """
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:  # noqa: ARG002 - a default
+        """Remove what fits for all nodes, in a backend that others use too. Ignores owners.
+
+        Objects with names of another form than ours stay, unless the selection names them. Returns what was, or would
+        be, removed. Raises RequestError (`backend_cannot`), StorageError.
+        """
+        what = f"the {self.backend} backend shares no objects with other nodes"
+        raise RequestError(f"{what}: a purge without `shared` reaches all of them", code="backend_cannot")
 
     @abc.abstractmethod
     async def close(self) -> None:

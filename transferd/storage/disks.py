@@ -1,4 +1,4 @@
-"""File storage on several disks: one FileStorage each, behind one contract (docs/adr/0089).
+"""File storage on several disks: one FileStorage each, behind one contract (docs/adr/0130).
 
 An object's name determines its disk (rendezvous hashing, weighted by capacity, among the disks that work).
 All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk has an
@@ -47,6 +47,7 @@ from transferd.storage.base import (
 )
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
+from transferd.storage.home import AWAY
 from transferd.storage.keeping import Keeper
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
@@ -87,6 +88,19 @@ class Disk(FileStorage):
         except StorageError as error:
             self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s or REST_S)
         return not self.lost
+
+    async def mounts(self) -> dict[str, str]:
+        """What its list of orders says of mount points, before the disk is opened."""
+        self._threads.open()
+        await self._in_thread(self.ledger.read, "orders of the store")
+        return self.ledger.listed.mounts
+
+    async def enter(self) -> None:
+        point, home = self._book.mounts.get(self.path), self._directory.home
+        if point is not None and await self._threads.run(Direction.OUT, lambda: home.is_beneath(point), "look for it"):
+            what = f"nothing is mounted at {point}, where its file system was: mount it"
+            raise ConfigError("storage.file.path", what, self.path) from OSError(errno.ENODEV, AWAY)
+        await super().enter()
 
     def _say_lost(self, objects: int) -> None:
         what = "a disk of the store has failed: its objects are gone, and the others go on"
@@ -142,6 +156,9 @@ class Disks(Storage, Index):
     async def open(self) -> None:
         """Open all disks. Raises ConfigError if none works, or if one is misconfigured or in use."""
         try:
+            paths = {disk.path for disk in self._all}
+            for disk in self._all:
+                self._book.mounts |= {path: at for path, at in (await disk.mounts()).items() if path in paths}
             problems = [await self._try(disk, disk.enter) for disk in self._all]
             there = [disk for disk, problem in zip(self._all, problems, strict=True) if problem is None]
             await self._begin(there)

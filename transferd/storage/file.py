@@ -200,6 +200,10 @@ class FileStorage(IndexedStorage):
     async def _find_objects(self, *, returns: bool = False) -> None:
         """Apply the orders and fill the index. returns: the daemon runs, and may have given orders since."""
         self._index.unit = self._unit or self._directory.unit
+        if point := self._directory.home.mount_point:
+            self._book.mounts[self._path] = point
+        else:  # it was moved to the file system that was beneath
+            self._book.mounts.pop(self._path, None)
         while True:
             orders = await self._take_up(returns=returns)
             if all(order in orders for order in self._book.left_for(self.ledger.listed)):

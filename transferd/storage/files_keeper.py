@@ -86,8 +86,7 @@ class FilesKeeper(ManyKeepers):
         if dry_run:
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
-        spaces = (place.index_keeper.space_of(selection.owner) for place in self._places)
-        order = self._book.purge(selection, by, next((space for space in spaces if space), None))
+        order = self._book.purge(selection, by, self.space_of(selection.owner))
         live, storing = self._live, self._storing.copy()
         dropped = await every([place.index_keeper.drop(selection) for place in live])
         storing |= self._storing

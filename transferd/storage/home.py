@@ -7,6 +7,9 @@ a running daemon remembers the devices of the directories above its own, if they
 * on the same device: the directory is there again, or was removed, and is made anew;
 * on a device that is none of those above: the disk was mounted again, which may change its number, or replaced.
 
+At a start only the disks of a store that are there can know more: their orders (orders.py) name the mount point of each
+directory. A path whose mount point has nothing mounted is left out until something is.
+
 Blocking; called from I/O threads.
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +39,7 @@ class Home:
         self.lock = StoreLock(root)
         self._objects_at = (0, 0)  # device and inode, once it was opened
         self._above: frozenset[int] | None = None
+        self.mount_point = ""  # of the file system on which the store was opened, unless that is the root's
 
     def make(self) -> None:
         """Make missing directories, unless the disk is away. Raises OSError."""
@@ -59,7 +64,18 @@ class Home:
         there = os.stat(self.objects)
         self._objects_at = there.st_dev, there.st_ino
         real = Path(os.path.realpath(self.root))
-        self._above = frozenset(os.stat(path).st_dev for path in real.parents) - {os.stat(real).st_dev}
+        device = os.stat(real).st_dev
+        self._above = frozenset(os.stat(path).st_dev for path in real.parents) - {device}
+        own = [real, *itertools.takewhile(lambda path: os.stat(path).st_dev == device, real.parents)]
+        self.mount_point = "" if own[-1] == own[-1].parent else str(own[-1])
+
+    def is_beneath(self, mount_point: str) -> bool:
+        """Whether nothing is mounted there, so that the path leads beneath the store. It is `away` from then on."""
+        if os.path.ismount(mount_point):
+            return False
+        with self._nearest() as (_, fd):
+            self._above = (self._above or frozenset()) | {self._device_of(fd)}
+        return True
 
     @property
     def place(self) -> StoreDirectory:

@@ -86,6 +86,10 @@ class Keeper(abc.ABC):
         """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
 
     @abc.abstractmethod
+    def space_of(self, owner: Hashable) -> str | None:
+        """The space of an owner's objects; None if it is not known, or if there is no owner."""
+
+    @abc.abstractmethod
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Evict these objects first, unless they are used again: no engine serves their generation any more.
 
@@ -158,6 +162,9 @@ class ManyKeepers(Keeper):
     def leave(self, owner: Hashable) -> None:
         for keeper in self._all:
             keeper.leave(owner)
+
+    def space_of(self, owner: Hashable) -> str | None:
+        return next((space for keeper in self._all if (space := keeper.space_of(owner))), None)
 
     def retire(self, dead: Callable[[str], bool]) -> None:
         for keeper in self._all:
@@ -239,9 +246,9 @@ class IndexKeeper(Keeper):
     def retire(self, dead: Callable[[str], bool]) -> None:
         self._index.retire(dead)
 
-    def space_of(self, owner: Hashable) -> str:
-        """The space of an owner's objects; "" if that is not known."""
-        return next((one.space for one in self._index.accounts() if one.owner == owner), "") if owner else ""
+    def space_of(self, owner: Hashable) -> str | None:
+        accounts = self._index.accounts() if owner else ()
+        return next((one.space for one in accounts if one.owner == owner and one.space), None)
 
     def _gone_for_long(self, owner: Hashable) -> None:
         del self._held[owner]

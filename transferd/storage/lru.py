@@ -26,7 +26,7 @@ Once an object of a use was evicted, or found no room, deeper objects are useles
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it: the root
 (ADR 28).
 
-A chain may grow over several tasks: chains.py. (ADR 86.)
+A chain may grow over several tasks: chains.py. (ADR 130.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present; `reserve` never lets
 it exceed the capacity; eviction follows the order above, and takes no more than needed.

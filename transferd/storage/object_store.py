@@ -2,8 +2,8 @@
 
 One object of the bucket for each block and rank, under a prefix: `<prefix>/<name>`, in which every byte of a part of
 the name outside `A-Z a-z 0-9 _ . -` is %XX (paths.quoted). Nodes that use one prefix share their objects. How long
-an object stays is a rule of the bucket (its lifecycle): the daemon removes nothing. A damaged object is overwritten
-when it is stored again (suspects.py).
+an object stays is a rule of the bucket (its lifecycle): the daemon removes only what an operator has it purge for all
+nodes (`purge_shared`). A damaged object is overwritten when it is stored again (suspects.py).
 
 The library is obstore, whose calls release Python's lock. They run in threads of this backend, `concurrency` for each
 direction, because
@@ -24,6 +24,7 @@ answer.
 
 from __future__ import annotations
 
+import contextlib
 import html
 import math
 import os
@@ -40,6 +41,7 @@ import structlog
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import from_url
 
+from transferd.blocks.formats import quote_part
 from transferd.config import Config, ObjectStorageSection, StorageSection
 from transferd.config.rules import check_object
 from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
@@ -51,9 +53,11 @@ from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
-from transferd.storage.paths import quoted
+from transferd.storage.paths import quoted, unquoted
 from transferd.storage.prober import Prober
+from transferd.storage.selection import Selection, check_shared, parts_of
 from transferd.storage.suspects import Suspects
+from transferd.wire.answers import Purged
 
 log = structlog.get_logger(__name__)
 
@@ -67,6 +71,7 @@ TRIES_AGAIN = 3
 PROBE_INTERVAL_S = 2.0  # while the server does not answer
 HEARTBEAT_S = 10.0  # how long an outage may go unnoticed while no task needs the store
 CLOSE_S = 5.0
+LISTED = 1000  # objects of one answer, and of one request to delete
 PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and removes it
 
 _COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
@@ -238,6 +243,32 @@ class ObjectStorage(Storage):
         self._counts["corrupt"] += 1
         self._suspects.damaged(name)
         return answered(None)
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        check_shared(selection)
+        found: list[int] = []  # lengths
+        if selection.names is not None:
+
+            def remove(name: str) -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append(obstore.head(self._store, quoted(name))["size"])
+                    if not dry_run:
+                        obstore.delete(self._store, quoted(name))
+
+            answers = await self._each(Direction.OUT, sorted(filter(selection.fits, selection.names)), remove)
+            if error := next((one for one in answers if isinstance(one, StorageError)), None):
+                raise error
+        else:
+
+            def remove_all() -> None:
+                for listed in obstore.list(self._store, prefix=_prefix(selection), chunk_size=LISTED):
+                    fitting = [one for one in listed if _fits(selection, unquoted(one["path"]))]
+                    if fitting and not dry_run:
+                        obstore.delete(self._store, [one["path"] for one in fitting])
+                    found.extend(one["size"] for one in fitting)
+
+            await self._in_thread(Direction.OUT, remove_all, "purge of the bucket")
+        return Purged(len(found), sum(found))
 
     def statistics(self) -> dict[str, Any]:
         """objects and bytes are None, because counting them would require a listing of the bucket."""
@@ -420,6 +451,17 @@ def try_out(section: ObjectStorageSection) -> str:
     except (BaseError, OSError) as error:
         return str(translated(error))
     return "" if came_back == data else f"stored {data!r} and got {came_back!r}"
+
+
+def _prefix(selection: Selection) -> str | None:
+    """How the keys begin of all objects that fit, as far as whole parts of their names are known."""
+    if selection.space is not None:
+        return quoted(selection.space)
+    return None if selection.model is None else quoted(quote_part(selection.model))
+
+
+def _fits(selection: Selection, name: str | None) -> bool:
+    return name is not None and parts_of(name) is not None and selection.fits(name)
 
 
 def _put(client: Any, item: Item, data: memoryview) -> Outcome:

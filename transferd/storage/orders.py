@@ -105,6 +105,7 @@ class Listed(msgspec.Struct, omit_defaults=True):
     """What a disk's list says. epoch: None if there is none, or none that can be read.
 
     applied: the ids of purges that this disk has done.
+    mounts: of each directory of the store that was on a file system of its own, where that was mounted.
     problem: why the list cannot be read; then the disk may have missed any order.
     """
 
@@ -112,6 +113,7 @@ class Listed(msgspec.Struct, omit_defaults=True):
     purges: list[PurgeRecord] = []
     applied: set[str] = set()
     pins: list[PinRecord] = []
+    mounts: dict[str, str] = {}
     problem: str = ""
 
     def follows(self, epoch: Epoch) -> str:
@@ -188,6 +190,7 @@ class OrderBook:
     def __init__(self, wall: Callable[[], float]) -> None:
         self.epoch: Epoch | None = None
         self.purges: dict[str, PurgeRecord] = {}  # of this epoch
+        self.mounts: dict[str, str] = {}  # see Listed
         self._wall = wall
         self._boot = secrets.token_hex(4)
         self._number = 0  # of the latest order
@@ -242,7 +245,7 @@ class OrderBook:
             for (owner, held), names in given.items()
         ]
         purges = self.purges.copy()
-        return Listed(self.epoch, list(purges.values()), purges.keys() & applied, pins)
+        return Listed(self.epoch, list(purges.values()), purges.keys() & applied, pins, self.mounts.copy())
 
     def tidy(self, *, applied: bool) -> bool:
         """Begin a new epoch if no disk needs the purges of this one, or they are too many. Returns whether it did.

@@ -44,6 +44,15 @@ def quoted(name: str) -> str:
     return "/".join(_quote(part) for part in name.split("/"))
 
 
+def unquoted(key: str) -> str | None:
+    """The inverse of `quoted`; None if no name has this key."""
+    try:
+        name = "/".join(map(_unquote, key.split("/")))
+    except UnicodeDecodeError:
+        return None
+    return name if quoted(name) == key else None
+
+
 def name_of(path: str) -> str | None:
     """The inverse of `path_of`; None if no name has this path."""
     space, _, leaf = path.rpartition("/")

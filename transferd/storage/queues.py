@@ -1,6 +1,6 @@
 """The order in which objects leave a store: a queue for each owner, in it a group for each use, in it objects by depth.
 
-lru.py merges the queues and decides about their objects (docs/adr/0088).
+lru.py merges the queues and decides about their objects (docs/adr/0130).
 
 An *owner* is an engine. An object belongs to the engine that stored it. Objects that were found at start, or belong to
 an engine that has left, are taken over by the next engine with objects in the same *space* (model and layout). One that

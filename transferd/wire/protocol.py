@@ -213,9 +213,6 @@ class ClosedGenerations(ControlRequest, frozen=True, tag="closed_generations"):
     generations: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MOST_CLOSED)]
 
 
-Age = Annotated[float, msgspec.Meta(ge=0, le=1e10)]  # seconds
-
-
 class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
     """Remove the stored objects that fit every field that is set: of the client's engine, or as a user who may.
 
@@ -227,9 +224,11 @@ class Purge(OfAnyone, frozen=True, tag="purge", omit_defaults=True):
     generation: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     # the objects' engine; "" means all engines for the daemon's user and root, and the client's own for all others
     engine: EngineName = ""
-    older_than: Age | None = None  # objects that were neither stored nor used for so many seconds
+    # objects that were neither stored nor used for so many seconds
+    older_than: Annotated[float, msgspec.Meta(ge=0, le=1e10)] | None = None
     dry_run: bool = False
     detail: bool = False
+    shared: bool = False  # also in a bucket or pool, for all nodes; the daemon's user and root may
 
 
 class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):

@@ -63,6 +63,7 @@ GROUPS: dict[str, list[Action]] = {
         ),
     ],
     "tokens": [neighbour_actions.truncate_below_the_sdk],
+    "members": [neighbour_actions.offer_more_than_the_group_has, neighbour_actions.trace_long_tasks],
     "pages": [peer_actions.forge_hosts],
     "costs": [
         cost_actions.scrape_without_end,

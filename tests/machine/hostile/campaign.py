@@ -171,10 +171,11 @@ class Campaign:
             for number, (name, signature) in enumerate(zip(place.honest, place.signatures, strict=True))
         ]
         self._handovers = [Honest(spec, self.oracle, HANDOVER) for spec in neighbours.handovers]
+        self._on_files = [Honest(spec, self.oracle) for spec in neighbours.engines]
 
     @property
     def all_honest(self) -> list[Honest]:
-        return [*self.honest, *self._handovers]
+        return [*self.honest, *self._handovers, *self._on_files]
 
     @property
     def oracles(self) -> list[Oracle]:
@@ -260,6 +261,7 @@ class Campaign:
         for problem in answer["wrong"]:
             self.oracle.wrong(f"{name}: {problem}")
         await asyncio.sleep(BREATH_S)
+        self._neighbours.refuse(self._dice)
         for oracle in self.oracles:
             oracle.doing.discard(name)
         return True
@@ -365,6 +367,7 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bo
             users=[(users[name].uid, users[name].gid) for name in HOSTILE],
             transfers=neighbours.transfers,
             tokens=neighbours.tokens,
+            members=neighbours.members,
             groups=[users[KEEPER].gid],
         )
         one = Campaign(daemon, place, users, seed, neighbours)

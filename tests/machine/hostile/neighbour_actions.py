@@ -1,4 +1,4 @@
-"""What hostile peers do to the other daemons of the campaign (neighbours.py): at `pd.listen`, and with their memory."""
+"""What hostile peers do to the other daemons of the campaign (neighbours.py): at `pd.listen`, and with memory."""
 
 from __future__ import annotations
 
@@ -7,22 +7,30 @@ import contextlib
 import functools
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tests.integration.caches import attach, fill, snapshot, wipe
 from tests.integration.test_token_storage import path_of, read, write
 from tests.machine.hostile import transfer_peers
-from tests.machine.hostile.place import SHARED, Place, Report
-from transferd import Client, Status, TransferError
+from tests.machine.hostile.accounts import be_visible
+from tests.machine.hostile.memory_actions import PAGE
+from tests.machine.hostile.neighbours import LONG_KEYS
+from tests.machine.hostile.place import SHARED, Place, Report, fresh_name
+from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError
 from transferd.runtime.compat import wait_for
 from transferd.storage.peer.messages import Done, Landed, PeerMessage, Post, PostedSlot, Want, Withdraw, encode
 from transferd.tasks import ErrorInfo
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.owner import as_data, this_process
 
 Action = Callable[[Place, random.Random, Report], Coroutine[Any, Any, None]]
 Attack = Callable[[transfer_peers.Address, contextlib.ExitStack], None]
 BACK_S = 20.0  # until lost memory is made anew
 BLOCKS = [1, 2, 3, 4]
+SPARSE = 512 * 1024**2  # more than the control group of the daemon on files has
+LONG_TASKS = 256
 
 
 def at_transfers(attack: Attack) -> Action:
@@ -107,3 +115,38 @@ def _truncated(chance: random.Random) -> list[str]:
     if not names:
         raise TransferError("there is no memory that this user may truncate")
     return names
+
+
+async def offer_more_than_the_group_has(place: Place, chance: random.Random, report: Report) -> None:
+    """Sparse memories, whose pages would count as the daemon's: one alone, and several together, are too much."""
+    be_visible()
+    told: Counter[str] = Counter()
+    async with contextlib.AsyncExitStack() as stack:
+        for nbytes in chance.sample([SPARSE, *[SPARSE // 8] * 10], 11):
+            fd = os.memfd_create("sparse", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            stack.callback(os.close, fd)
+            os.ftruncate(fd, nbytes)
+            data = {"fd": fd, "nbytes": nbytes, "segments": [[0, PAGE]], "owner": as_data(this_process())}
+            layout = Pages(layers=1, page_bytes=PAGE, blocks=nbytes // PAGE, identity="sparse")
+            client = await stack.enter_async_context(Client(place.members, engine=fresh_name(), await_ready=False))
+            try:
+                await client.register(Engine(ranks=1, model="sparse", layout=layout))
+                stack.push_async_callback(client.unregister)
+                await client.offer(0, DeviceHandle("shm", data))
+                told["taken"] += 1
+            except TransferError as error:
+                told[error.reason] += 1
+    report.told.append(f"{dict(told)}")
+
+
+async def trace_long_tasks(place: Place, chance: random.Random, report: Report) -> None:
+    """Tasks of many blocks, each of which ends at once, and has a span that waits for a collector."""
+    keys, blocks = [f"{chance.getrandbits(64):016x}" for _ in range(LONG_KEYS)], list(range(LONG_KEYS))
+    told: Counter[str] = Counter()
+    async with Client(place.members, await_ready=False) as client:
+        await attach(client)
+        for _ in range(LONG_TASKS):
+            task = ReadStorageTask(task_id=fresh_name(), keys=keys, gpu_block_ids=blocks, timeout=5)
+            result = await client.submit(task)
+            told[result.error.message if result.error else str(result.status)] += 1
+    report.told.append(f"{dict(told)}")

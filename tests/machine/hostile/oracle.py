@@ -74,7 +74,8 @@ class Oracle:
                     f"the memory of {self.name} grew by more than {self._growth >> 20} MiB (during {self._during})"
                 )
             await asyncio.sleep(LOOK_S)
-        problem = f"{self.name} ended with exit code {self._daemon.process.returncode} during {self._during}"
+        ended = f"ended with exit code {self._daemon.process.returncode}"
+        problem = f"{self.name} {ended} during {self._during}: {self._daemon.log[-500:]}"
         self.problems[problem] = time.monotonic() - self._began
 
     @property

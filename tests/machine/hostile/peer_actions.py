@@ -117,6 +117,9 @@ async def speak_for_others(place: Place, chance: random.Random, report: Report) 
     """Say to be an honest engine, by its name alone, and ask everything that an engine may ask."""
     async with Client(place.door, await_ready=False) as client:  # one may just have been killed
         there = [name for name in place.honest if name in (await client.stats())["engines"]]
+    if not there:
+        report.told.append("no honest engine is there")
+        return
     engine = chance.choice(there)
     task = WriteStorageTask(task_id="t", keys=["k"], gpu_block_ids=[0])
     bodies: list[wire.Body] = [

@@ -21,6 +21,7 @@ class Place:
     secret ones]; empty if it asks for none. raw: the socket for engines on which raw peers knock; "" for the door.
     transfers: host:port of a neighbour's `pd.listen`. tokens: the socket of the neighbour with AttentionStore's SDK.
     groups: those of the adversary's users beside their own, which open that socket.
+    members: the socket of the neighbour on files, with little memory and a silent collector of traces.
     """
 
     door: str
@@ -38,6 +39,7 @@ class Place:
     transfers: str = ""
     tokens: str = ""
     groups: list[int] = field(default_factory=list)
+    members: str = ""
 
     @property
     def knock(self) -> str:

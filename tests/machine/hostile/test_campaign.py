@@ -28,7 +28,7 @@ TOGETHER = (
     ("others' memory", "memory that goes", "pages", "tokens"),
     ("network",),
     ("transfers",),
-    ("costs",),
+    ("costs", "members"),
 )
 
 

@@ -22,7 +22,7 @@ from transferd.storage.levels import level
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
-from transferd.storage.queues import EngineOwner, space_of
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
 
@@ -262,23 +262,26 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
 @pytest.mark.parametrize("seed", range(20))
 def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int) -> None:
     """Against the rule said plainly: each purge is kept, and asked."""
-    chance, hidden, said = random.Random(seed), level.Hidden(), list[tuple[int, Selection, str]]()
+    chance, hidden, said = random.Random(seed), level.Hidden(), list[tuple[int, Selection]]()
     names = [f"{m}/{f}/{g}/{k}/0" for m in ("m", "n%2F") for f in ("f", "h") for g in ("", "a") for k in "xy"] + [
         "plain"
     ]
-    stored: dict[str, int] = {}
-    for number in range(1, 40):
+    stored: dict[str, int] = {}  # since which purge an object there is new
+
+    def drawn() -> Selection:
         some = None if chance.random() < 0.7 else frozenset(chance.sample(names, 3))
-        selection = Selection(some, None, chance.choice([None, "m", "n/"]), chance.choice([None, "", "a"]))
-        space = chance.choice(["", "m/f", "n%2F/h"])
-        hidden.purge(selection, space)
-        said.append((number, selection, space))
+        of = chance.choice([None, "m", "n/"]), chance.choice([None, "", "a"])
+        return Selection(some, None, *of, space=chance.choice([None, "m/f", "n%2F/h"]))
+
+    for number in range(1, 40):
+        hidden.purge(selection := drawn())
+        said.append((number, selection))
         for name in chance.sample(names, 6):
             hidden.stored(name)
             stored[name] = number
+        if chance.random() < 0.3:
+            hidden.removed(gone := drawn())
+            stored.update(dict.fromkeys(filter(gone.fits, names), number))
         assert {name: name in hidden for name in names} == {
-            name: any(
-                at > stored.get(name, 0) and where in ("", space_of(name)) and one.fits(name) for at, one, where in said
-            )
-            for name in names
+            name: any(at > stored.get(name, 0) and one.fits(name) for at, one in said) for name in names
         }

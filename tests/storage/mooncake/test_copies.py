@@ -41,7 +41,7 @@ class Pool:
         self.before: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "LOOK_S", 0.001)
         monkeypatch.setattr(module, "read_segments", lambda _: list(self.nodes))
-        monkeypatch.setattr(module, "read_objects", lambda _, keys: self._of(keys))
+        monkeypatch.setattr(module, "read_named", lambda _, keys: iter([self._of(keys)]))
         monkeypatch.setattr(module, "read_all", lambda _: iter([self._of(list(self.objects))]))
         settings = MooncakeStorageSection(master_server_addr="10.0.0.9:1", **section)
         peers = Peers(SYSTEM_CLOCK, self._look)

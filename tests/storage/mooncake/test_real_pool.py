@@ -17,9 +17,11 @@ from tests.support.freezing import freeze, thaw
 from transferd.cli.pool.local import Lender, Master, wait_until
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection
-from transferd.errors import StorageUnavailable
+from transferd.errors import RequestError, StorageUnavailable
 from transferd.runtime.compat import timeout
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Outcome, Storage
+from transferd.storage.selection import Selection
+from transferd.wire.answers import Purged
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -58,6 +60,23 @@ async def test_a_killed_master_is_noticed_fails_fast_and_a_restarted_one_is_used
         while (await harness.put(("after", b"y" * 1000)))[0].found is not Found.STORED:  # noqa: ASYNC110 - as below
             await asyncio.sleep(0.1)  # the segment is mounted again about a second later
     assert await get_within_lease(harness, ("after", 1000)) == [(FOUND, b"y" * 1000)]
+
+
+async def test_a_purge_for_all_nodes_removes_what_fits_and_nothing_else(master: Master, open_storage: Open) -> None:
+    pages = f"127.0.0.1:{master.metrics_port}"
+    one, other = [await open_storage(pool_storage(config(master, master_pages=pages))) for _ in range(2)]
+    names = [f"{model}/f/g/{key:040x}/0" for model in ("m", "n") for key in range(3)]
+    assert await one.put(*((name, name.encode()) for name in [*names, "foreign"])) == [STORED] * 7
+    assert await one.storage.purge_shared(Selection(model="x")) == Purged()
+    with pytest.raises(RequestError, match="does not know how long"):
+        await one.storage.purge_shared(Selection(unused_s=1.0))
+    would = await one.storage.purge_shared(Selection(frozenset(names[:2])), dry_run=True)
+    assert await other.storage.exists(names) == [True] * 6
+    assert await one.storage.purge_shared(Selection(frozenset(names[:2]))) == would == Purged(2, 2 * len(names[0]))
+    assert await other.storage.exists(names) == [False, False, True, True, True, True]
+    assert (await one.storage.purge_shared(Selection(model="n"))).objects == 3
+    assert (await one.storage.purge_shared(Selection())).objects == 1
+    assert await other.storage.exists([*names, "foreign"]) == [False] * 6 + [True], "it has no name of ours"
 
 
 async def test_a_frozen_master_opens_the_breaker_while_the_call_still_hangs(master: Master, open_storage: Open) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
+from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
@@ -28,16 +29,11 @@ class LevelsKeeper(ManyKeepers):
         each = [(level, level.storage.keeper) for level in parts.levels]
         self._all = [keeper for _, keeper in each if keeper is not None]
         self._without = [level for level, keeper in each if keeper is None]
-        self._spaces: dict[Hashable, str] = {}
 
     @property
     def _in_use(self) -> Sequence[Keeper]:
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
         return [keeper for _, keeper in each if keeper is not None] or self._all
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        self._spaces[owner] = space
-        super().claim(owner, space, share)
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
@@ -49,8 +45,9 @@ class LevelsKeeper(ManyKeepers):
         parts = self._parts
         with parts.fences.purge(selection):
             if selection.unused_s is None:  # of their age there nobody here knows
+                hides = dataclasses.replace(selection, space=self.space_of(selection.owner))
                 for level in self._without:
-                    level.hidden.purge(selection, self._spaces.get(selection.owner, ""))
+                    level.hidden.purge(hides)
             # Only a level has an object's owner and age. With such a selection queued objects stay, and go with their
             # copy above.
             if selection.owner is None and selection.unused_s is None:
@@ -63,6 +60,18 @@ class LevelsKeeper(ManyKeepers):
             await parts.promotions.settled()
             await parts.withdrawn()
         return total + Purged(shared=[level.name for level in self._without])
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool) -> Purged:
+        """See Storage.purge_shared. Call it after a purge: what fits is hidden until it has gone."""
+        if not self._without:
+            names = ", ".join(level.name for level in self._parts.levels)
+            what = f"none of the levels {names} shares objects with other nodes"
+            raise RequestError(f"{what}: a purge without `shared` reaches all of them", code="backend_cannot")
+        purged = await every([level.storage.purge_shared(selection, dry_run=dry_run) for level in self._without])
+        for level in () if dry_run else self._without:
+            level.hidden.removed(selection)
+            level.forget_hints()
+        return sum(purged, Purged())
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
         purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])

@@ -125,25 +125,32 @@ class Hidden:
 
     def __init__(self) -> None:
         # The number of the latest purge by model and generation, as names say them, and space; and of each name.
-        self._purges: dict[tuple[str | None, str | None, str], int] = {}
+        self._purges: dict[tuple[str | None, str | None, str | None], int] = {}
         self._named: dict[str, int] = {}
+        self._removed: dict[tuple[str | None, str | None, str | None], int] = {}  # the latest purge before a removal
         self._number = 0  # of the latest purge
         self._anew = Names()
 
-    def purge(self, selection: Selection, space: str) -> None:
-        """Hide what fits. space: of the objects of `selection.owner`; "" for all spaces."""
+    def purge(self, selection: Selection) -> None:
+        """Hide what fits."""
         self._number += 1
         if selection.names is None:
-            model, generation = (
-                None if one is None else quote_part(one) for one in (selection.model, selection.generation)
-            )
-            self._purges[model, generation, space] = self._number
+            self._purges[_said(selection)] = self._number
         else:
-            fitting = (name for name in selection.names if space in ("", space_of(name)) and selection.fits(name))
-            self._named.update(dict.fromkeys(fitting, self._number))
+            self._named.update(dict.fromkeys(filter(selection.fits, selection.names), self._number))
         if len(self._purges) > MOST_PURGES or len(self._named) > MOST_NAMES:
-            self._purges = {(None, None, ""): self._number}
+            self._purges = {(None, None, None): self._number}
             self._named.clear()
+
+    def removed(self, selection: Selection) -> None:
+        """Note that what fits was removed there after it was hidden: whatever is there now is new."""
+        if selection.names is None:
+            if len(self._removed) >= MOST_PURGES:
+                self._removed.clear()
+            self._removed[_said(selection)] = self._number
+        else:
+            for name in filter(selection.fits, selection.names):
+                self._anew.add(name, self._number)
 
     def stored(self, name: str) -> None:
         """Note that this node has stored an object there."""
@@ -154,13 +161,15 @@ class Hidden:
         since = self._anew.get(name) or 0
         if since == self._number:
             return False
-        if self._named.get(name, 0) > since:
-            return True
         model, generation = parts_of(name) or (None, None)
-        for one in itertools.product({None, model}, {None, generation}, {"", space_of(name)}):
-            if self._purges.get(one, 0) > since:
-                return True
-        return False
+        fitting = list(itertools.product({None, model}, {None, generation}, {None, space_of(name)}))
+        since = max(since, *(self._removed.get(one, 0) for one in fitting))
+        return self._named.get(name, 0) > since or any(self._purges.get(one, 0) > since for one in fitting)
+
+
+def _said(selection: Selection) -> tuple[str | None, str | None, str | None]:
+    model, generation = (None if one is None else quote_part(one) for one in (selection.model, selection.generation))
+    return model, generation, selection.space
 
 
 class StoreLevel:

@@ -1,4 +1,4 @@
-"""Several levels as one storage, the fastest first (docs/levels.md, docs/adr/0096).
+"""Several levels as one storage, the fastest first (docs/levels.md, docs/adr/0130).
 
 The levels are inclusive: each object of a level is also in the levels below, or will be soon (write_back.py). Evicting
 from a level drops a copy and writes nothing.
@@ -52,9 +52,10 @@ from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
+from transferd.storage.selection import Selection
 from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
-from transferd.wire.answers import StoreDirectory
+from transferd.wire.answers import Purged, StoreDirectory
 
 log = structlog.get_logger(__name__)
 
@@ -157,6 +158,7 @@ class LevelsStorage(Storage, Index, Levels):
         for level in self.all_levels:
             level.storage.reconfigure(storage)
             level.configure(storage.level.get(level.name, LevelSection()))
+        self._storing.configured()
 
     @property
     def index(self) -> Index:
@@ -404,6 +406,9 @@ class LevelsStorage(Storage, Index, Levels):
         if (above := self._promotions.damaged(name, at)) is not None:
             works.append(self._parts.put_aside(above, name))
         return self._all(works)
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        return await self.keeper.purge_shared(selection, dry_run=dry_run)
 
     # --- reports ------------------------------------------------------------------------------------
 

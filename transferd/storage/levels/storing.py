@@ -28,6 +28,13 @@ class Storing:
     def __init__(self, parts: StackParts) -> None:
         self._parts = parts
         self.given_up: Callable[[str, StoreLevel, str], None] = lambda _name, _level, _why: None
+        self.configured()
+
+    def configured(self) -> None:
+        """Note that the levels have other settings."""
+        levels = self._parts.levels
+        self._through = frozenset(level.number for level in levels[1:] if level.through)
+        self._handed_over = self._through.union([level.number for level in levels[1:] if level.shared][:1])
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         """See Storage.store. Each item has a use. Never cancel it.
@@ -35,12 +42,15 @@ class Storing:
         It never waits for a copy to a lower level, and so keeps no slots for one: `Levels.prove` does.
         """
         parts = self._parts
-        nbytes = sum(item.nbytes for item in items)
-        within = min([WAIT_S, *(max(0.0, item.use.until - parts.now()) / 2 for item in items[:1] if item.use)])
-        until = parts.now() + within
-        target = next((level.number for level in parts.levels if not level.out_for_stores), len(parts.levels))
-        below = [one for one in parts.write_backs if one.level.number > target]
-        room = {one for one in below if await one.room(nbytes, self._patience(one, until))}
+        nbytes, now = sum([item.nbytes for item in items]), parts.now()
+        ends = max([item.use.until for item in items[:1] if item.use], default=now + 2 * WAIT_S)
+        until = min(now + WAIT_S, max(now, (now + ends) / 2))
+        room, is_below = set[WriteBack](), not parts.levels[0].out_for_stores  # of the level that takes the objects
+        for back in parts.write_backs:
+            if is_below:
+                room |= {back} if await back.room(nbytes, self._patience(back, until)) else set()
+            else:
+                is_below = not back.level.out_for_stores
         one = _Store(self, parts, items, fill, slots, room)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         parts.storing.add(ended)
@@ -112,14 +122,9 @@ class Storing:
             return level.has([name]) == [False] and not level.storage.unusable()
         return level.hint(name) is None
 
-    def urgent(self, use: Use) -> set[int]:
+    def urgent(self, use: Use) -> frozenset[int]:
         """The levels that a store by this use must reach before its answer."""
-        levels = self._parts.levels
-        urgent = {level.number for level in levels[1:] if level.through}
-        shared = next((level.number for level in levels if level.shared), 0)
-        if use.shared and shared:
-            urgent.add(shared)
-        return urgent
+        return self._handed_over if use.shared else self._through
 
     def settled(self, one: Unsaved, level: StoreLevel, why: str) -> None:
         """Note that a level has the object, or will not get it, for this reason."""

@@ -22,21 +22,23 @@ from typing import Any, Protocol, TypeVar
 import structlog
 
 from transferd.config import MooncakeStorageSection
-from transferd.errors import RequestError, StorageUnavailable, TransferError
+from transferd.errors import RequestError, StorageError, StorageUnavailable, TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake.client import CopyTask, PoolClient
-from transferd.storage.mooncake.error_codes import describe
+from transferd.storage.mooncake.error_codes import NOT_THERE, OK, describe
 from transferd.storage.mooncake.layout_records import PREFIX as RECORDS
 from transferd.storage.mooncake.master_pages import (
     LentMemory,
     PoolObject,
     pages_address,
     read_all,
-    read_objects,
+    read_named,
     read_segments,
 )
 from transferd.storage.mooncake.peers import Call, Peers
+from transferd.storage.selection import Selection, parts_of
 from transferd.tasks import CopiesMade
+from transferd.wire.answers import Purged
 
 log = structlog.get_logger(__name__)
 
@@ -197,6 +199,25 @@ class Copies:
             found = await self._find(lambda held: wanted(held, own))
             return await self._make(found, lambda held: wanted(held, own))
 
+    # --- purging ------------------------------------------------------------------------------------
+
+    async def purge(self, selection: Selection, key_of: Callable[[str], str], *, dry_run: bool) -> Purged:
+        """Remove what fits, for all nodes. key_of: a name's key. Raises StorageError, ConfigError."""
+        names, total = selection.names, Purged()
+        keys = sorted(map(key_of, filter(selection.fits, names or ())))
+        found = read_all(self.pages) if names is None else read_named(self.pages, keys)
+        while (some := await self._in_thread(lambda _: next(found, None))) is not None:
+            going = (
+                some if names is not None else [one for one in some if parts_of(one.key) and selection.fits(one.key)]
+            )
+            if going and not dry_run:
+                codes = await self._in_thread(lambda client, keys=[one.key for one in going]: client.remove(keys))  # type: ignore[misc]
+                if stays := [code for code in codes if code not in (OK, *NOT_THERE)]:
+                    what = f"{len(stays)} of {len(going)} objects stay in the pool ({describe(stays[0])})"
+                    raise StorageError(f"{what}: purge again")
+            total += Purged(len(going), sum(one.nbytes for one in going))
+        return total
+
     # --- looking --------------------------------------------------------------------------------------
 
     @property
@@ -217,11 +238,10 @@ class Copies:
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
-        address, keys = self.pages, [held.key for held in some]
-        now: list[PoolObject] = []
-        for start in range(0, len(keys), 256):
-            now += await self._in_thread(lambda _, part=keys[start : start + 256]: read_objects(address, part))  # type: ignore[misc]
-        return list(filter(wanted, now))
+        named, now = read_named(self.pages, [held.key for held in some]), list[PoolObject]()
+        while (found := await self._in_thread(lambda _: next(named, None))) is not None:
+            now += filter(wanted, found)
+        return now
 
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""

@@ -94,6 +94,12 @@ def read_all(address: str) -> Iterator[list[PoolObject]]:
             yield read_objects(address, some)
 
 
+def read_named(address: str, keys: Sequence[str]) -> Iterator[list[PoolObject]]:
+    """Those of these objects that are there, BATCH objects at a time. Raises StorageUnavailable."""
+    for start in range(0, len(keys), BATCH):
+        yield read_objects(address, keys[start : start + BATCH])
+
+
 def _segment(row: dict[str, object]) -> LentMemory:
     return LentMemory(
         str(row["segment_name"]),

@@ -56,7 +56,6 @@ from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
-from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
@@ -66,9 +65,11 @@ from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.mooncake.segments import Segments
 from transferd.storage.prober import Prober
+from transferd.storage.selection import Selection, check_shared
 from transferd.storage.suspects import Suspects
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
+from transferd.wire.answers import Purged
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +80,7 @@ CLOSE_TIMEOUT_S = 5.0  # how long `close` waits for running calls
 LIBRARY_GIVES_UP_S = 60.0  # hard-coded in the library: a call this long may leave transfers behind
 HEARTBEAT_S = 10.0  # how long a pool that has died may go unnoticed while no task needs it
 PROBE_KEY = "transferd/probe"
-# The first is a little longer than the master waits between two evictions. Each is drawn from its half upward, so that
-# the nodes of a full pool do not come all at once again.
+# The first is longer than the master's own; each is drawn from its half upward, so that the nodes of a pool come apart.
 ROOM_PAUSES_S = (0.012, 0.018, 0.027, 0.04, *(0.05,) * 16)
 CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives another writer a second
 
@@ -178,7 +178,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     def _register(self, address: int, nbytes: int, rank: int = 0) -> None:
         code = self._opened()[0].register(address, nbytes, rank)
         if code != 0:
-            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({describe(code)})")
+            raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({error_codes.describe(code)})")
         self._registered[address] = nbytes
 
     async def close(self) -> None:
@@ -232,7 +232,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         if wrong is not None:
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
-            raise kind(f"Mooncake could not look up the keys ({describe(wrong)})")
+            raise kind(f"Mooncake could not look up the keys ({error_codes.describe(wrong)})")
         if 0 in found and self._layouts is not None:
             self._layouts.absent(names[found.index(0)])
         return [code == 1 and not self._suspects.avoided(key) for key, code in zip(keys, found, strict=True)]
@@ -262,6 +262,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._counts["corrupt"] += 1
         self._suspects.damaged(_key(name))
         return answered(None)
+
+    async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
+        check_shared(selection)
+        return await self._copies.purge(selection, _key, dry_run=dry_run)
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to its end. Counts one error if the whole call fails."""
@@ -450,7 +454,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them."""
         self._breaker.check()
         client, calls = self._opened()
-        call, before = Call(), self._now()
+        call, before = Call(), (self._clock.monotonic(), self._clock.wall())
         watching: list[asyncio.TimerHandle] = []
         self._moving += moves
         try:
@@ -476,9 +480,9 @@ class MooncakeStorage(SlotStorage, PoolNode):
         """Open the breaker if the master did not answer. Raises StorageUnavailable if it answered for no key."""
         nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
         if isinstance(nobody, int):
-            self._breaker.failed(describe(nobody))
+            self._breaker.failed(error_codes.describe(nobody))
             if all(code in error_codes.NO_ANSWER for code in answers):
-                raise StorageUnavailable(f"Mooncake does not answer ({describe(nobody)})")
+                raise StorageUnavailable(f"Mooncake does not answer ({error_codes.describe(nobody)})")
 
     @contextlib.contextmanager
     def _alarm(self, overdue: Callable[[], None]) -> Iterator[Callable[[], None]]:
@@ -516,15 +520,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
     async def _look(self, work: Callable[[], object]) -> object:
         return await self._opened()[1].run(CallKind.LOOK, work)
 
-    def _now(self) -> tuple[float, float]:
-        return self._clock.monotonic(), self._clock.wall()
-
     async def _hold_buffers(self, moves: int, answers: Sequence[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
 
         The library measures its limit by the wall clock, which may be changed meanwhile.
         """
-        seconds = max(now - then for now, then in zip(self._now(), before, strict=True))
+        seconds = max(self._clock.monotonic() - before[0], self._clock.wall() - before[1])
         codes = [code for code in answers if isinstance(code, int)]
         unsettled = [code for code in codes if code < 0 and code not in error_codes.SETTLED]
         if not moves or not unsettled or seconds < LIBRARY_GIVES_UP_S:
@@ -535,7 +536,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
             "a Mooncake transfer did not end: holding its buffers",
             objects=moves,
             hold_s=hold,
-            code=describe(unsettled[0]),
+            code=error_codes.describe(unsettled[0]),
         )
         await asyncio.sleep(hold)
 
@@ -588,7 +589,7 @@ def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, afte
     if code == error_codes.UNSEEN:
         return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
     if code == error_codes.NO_AVAILABLE_HANDLE:
-        why = why_full(nbytes, before, after) or describe(code)
+        why = why_full(nbytes, before, after) or error_codes.describe(code)
         what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
         return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
     return _failed("store", key, code)
@@ -596,4 +597,4 @@ def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, afte
 
 def _failed(verb: str, key: str, code: int) -> Outcome:
     kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({describe(code)})"))
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))
