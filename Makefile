@@ -19,7 +19,7 @@ MODULE ?= control/dispatcher
 FOLDERS ?= control config runtime workers
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains upgrade-check sglang-check sglang-gains lmcache-check lmcache-gains clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains upgrade-check sglang-check sglang-gains lmcache-check lmcache-gains dynamo-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -131,6 +131,9 @@ sglang-gains: ## what SGLang gains beside its own storage and Mooncake, written 
 
 lmcache-check: ## the adapter under LMCache's own storage manager on the CPU; sets up an environment of its own (1.5 GB)
 	$(PYTHON) -m tests.machine.with_lmcache.check
+
+dynamo-check: ## KV events as NVIDIA Dynamo's own indexer understands them; sets up an environment of its own (0.4 GB)
+	$(PYTHON) -m tests.machine.with_dynamo.check
 
 lmcache-gains: ## the adapter beside LMCache's own file backends, written to docs/lmcache.md; wants a quiet machine (3 minutes)
 	$(PYTHON) -m tests.machine.with_lmcache.check --gains

@@ -34,7 +34,7 @@ from transferd.tiers.pinned import HostRegion
 BUS = 50e9  # bytes a second
 BLOCKS = 256
 RUNS = 5
-WAYS: tuple[CopyPath, ...] = ("rows", "gather", "straight")
+WAYS: tuple[CopyPath, ...] = ("rows", "pairs", "gather", "straight")
 LAYOUTS: dict[str, dict[str, object]] = {
     "GQA 80 x 16 KiB": {"layers": 80, "kv_heads": 2, "head_dim": 64, "block_size": 64},
     "MLA 61 x 72 KiB": {"attention": "mla", "layers": 61, "block_size": 64},

@@ -3,7 +3,8 @@
     python -m benchmarks.table [DIRECTORY …]
 
 A directory is one that `make gpu-check ARGS="--results DIRECTORY"` has written. Its rows are added to those in
-benchmarks/results first. Exits with 1, and names them, if rows of copies fell by more than a tenth.
+benchmarks/results first. Exits with 1, and names them, if a figure of a GPU is lower by more than a tenth than in the
+last commit, or a verdict is: then what became slower is mended, or a commit says why it stays.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import itertools
 import json
 import re
 import statistics
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,48 +176,77 @@ def _fill(text: str, pattern: str, content: str) -> tuple[str, int]:
     return re.subn(pattern, lambda markers: f"{markers[1]}{content}\n{markers[2]}", text, flags=re.DOTALL)
 
 
-FALLEN = 0.9  # of an earlier figure of the same row, GPU and driver: less is a way that became slower
+FALLEN = 0.9  # of the committed figure of the same row, GPU and driver: less is a way that became slower
+VERDICTS = {"fast": 1.0, "right": 1.0, "slow": 0.5, "wrong": 0.0}
+FIGURES = ("GBs", "share")  # the ends of names of figures that should not fall
 
 
-def fallen(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows of copies that are slower than the last earlier ones, by their ratio to the limit of the same run."""
-    last = {(row["name"], row["gpu"], row["driver"]): row for row in old}
-    found = []
-    for row in new:
-        before = last.get((row["name"], row["gpu"], row["driver"]))
-        if before is not None and before != row and row["ratio"] < FALLEN * before["ratio"]:
-            found.append(f"{row['name']}: {row['ratio']:.2f} of {row['limit_name']}, and {before['ratio']:.2f} before")
+def figures(tree: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    """What should not fall in a file of `make gpu-check`: the last of each, by row, GPU, driver and name."""
+    found: dict[tuple[str, ...], float] = {}
+    for row in tree.get("rows", []):
+        found[row["name"], row["gpu"], row["driver"], f"of {row['limit_name']}"] = row["ratio"]
+    for row in tree.get("checks", []):
+        if row["verdict"] in VERDICTS:
+            where = row["name"], row["gpu"], row["driver"]
+            found[(*where, "verdict")] = VERDICTS[row["verdict"]]
+            found |= {(*where, *path): value for path, value in _numbers(row["figures"])}
     return found
 
 
-def collected(given: Sequence[Path]) -> list[str]:
-    """Add the files of a run of `make gpu-check` (its --results) to those in benchmarks/results. Returns `fallen`."""
-    slower = []
+def _numbers(tree: Any, *path: str) -> Iterator[tuple[tuple[str, ...], float]]:
+    """The figures of a row's that should not fall, by their places in it."""
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _numbers(value, *path, name)
+    elif path and path[-1].endswith(FIGURES) and isinstance(tree, int | float):
+        yield path, float(tree)
+
+
+def fallen(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What is lower in the new file, by more than a tenth, than the last figure of that name in the old one."""
+    before, now = figures(old), figures(new)
+    lower = [where for where, value in now.items() if where in before and value < FALLEN * before[where]]
+    return [
+        f"{name} ({gpu}, driver {driver}): {' '.join(what)} {now[where]:.2f}, and {before[where]:.2f} before"
+        for where, (name, gpu, driver, *what) in zip(lower, lower, strict=True)
+    ]
+
+
+def committed(name: str) -> dict[str, Any]:
+    """A file of benchmarks/results as the last commit has it; nothing without one, or outside of a repository."""
+    command = ["git", "-C", str(ROOT), "show", f"HEAD:./benchmarks/results/{name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {}
+
+
+def collect(given: Sequence[Path]) -> None:
+    """Add the files of a run of `make gpu-check` (its --results) to those in benchmarks/results."""
     for source in given:
         target = ROOT / "benchmarks" / "results" / source.name
         tree = json.loads(source.read_text(encoding="utf-8"))
         old = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
-        slower += fallen(old.get("rows", []), tree.get("rows", []))
         for name, value in tree.items():
             if isinstance(value, list):
                 tree[name] = [*old.get(name, []), *(row for row in value if row not in old.get(name, []))]
             elif isinstance(value, dict):
                 tree[name] = old.get(name, {}) | value
         target.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
-    return slower
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    slower = []
     for directory in map(Path, arguments):
         files = [directory / name for name in CUDA_FILES if (directory / name).exists()]
         if not files:
             raise SystemExit(f"{directory} has none of {', '.join(CUDA_FILES)}")
-        slower += collected(files)
+        collect(files)
+    slower: list[str] = []
     pages = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md")}
     for result in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         tree = json.loads(result.read_text(encoding="utf-8"))
         pattern = rf"(<!-- {re.escape(result.stem)} -->\n).*?(<!-- end -->)"
+        if result.name in CUDA_FILES:
+            slower += fallen(committed(result.name), tree)
         places = 0
         for page, text in pages.items():
             pages[page], found = _fill(text, pattern, table(tree))
@@ -225,7 +256,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
     if slower:
-        raise SystemExit("slower than before, by more than a tenth:\n" + "\n".join(slower))
+        raise SystemExit("slower than what is committed, by more than a tenth:\n" + "\n".join(slower))
 
 
 if __name__ == "__main__":

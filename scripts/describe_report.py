@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from transferd.observability import report  # noqa: E402
 from transferd.observability.concerns import CONCERNS  # noqa: E402
+from transferd.observability.figure import Figure, Sections  # noqa: E402
 from transferd.observability.metrics import rows  # noqa: E402
 
 PAGE, METRICS = ROOT / "docs" / "report.md", ROOT / "docs" / "metrics.md"
@@ -64,7 +65,7 @@ def _rows(kind: type[msgspec.Struct], path: str) -> Iterator[str]:
 
 def _help(kind: Any) -> str:
     """What a field that is a metric says of itself."""
-    return next((one.help for one in getattr(kind, "__metadata__", ()) if isinstance(one, report.Figure)), "")
+    return next((one.help for one in getattr(kind, "__metadata__", ()) if isinstance(one, Figure)), "")
 
 
 def metrics_page(text: str) -> str:
@@ -87,7 +88,7 @@ def metrics_page(text: str) -> str:
 def _metrics(kind: type[msgspec.Struct], begins: str, labels: list[str]) -> Iterator[str]:
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
     for name, row in rows(kind):
-        if isinstance(row, report.Sections):
+        if isinstance(row, Sections):
             inner, _ = _struct_in(types[name])
             assert inner is not None
             yield from _metrics(inner, row.begins, [*([] if row.apart else labels), *row.labels])

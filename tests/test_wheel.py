@@ -91,6 +91,7 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     report = json.loads(done.stdout)
     assert report["blocks_verified"] > 0
     assert (report["verify_failures"], report["errors"]) == (0, [])
+    assert min(report["hit_blocks"].values()) > 0, "every tier was used"
 
 
 @pytest.mark.parametrize("free_threaded", [0, 1])

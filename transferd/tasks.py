@@ -28,6 +28,7 @@ from transferd.runtime.compat import StrEnum
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+TRACE_BLOCK_TOKENS = 512  # tokens for each id of a request trace (cli/replay/trace.py)
 DEFAULT_TIMEOUT_S = 30.0
 NOT_ADMITTED = "not_admitted"  # the code of a write if storage chose not to store its blocks; nothing failed
 TIMELINE_SLOTS = 16  # timelines of a rank

@@ -104,7 +104,7 @@ def test_routing_replay_is_known_by_its_shape() -> None:
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"value": "--value_cache_shape 64,2,16,4"}, "value_cache_shape: differs"),
+        ({"value": "--value_cache_shape 64,2,16,4"}, "value_cache_shape: in layers 0 to 2, as .* differs"),
         ({"key": "64,2,16"}, "key_cache_shape: must be blocks,heads,block_size,dim"),
         ({"more": "--routing_replay_config '{\"enable_routing_replay\": true}'"}, "no usable layers, experts and type"),
         ({"more": REPLAY, "storage": "--kvcache_storage_backend attention_store"}, "no place for the routing"),

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from transferd.adapters.fastdeploy import companion
-from transferd.adapters.fastdeploy.companion import FIRST_PAUSE_S, LONGEST_PAUSE_S, Companion
+from transferd.adapters.common import companion
+from transferd.adapters.common.companion import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from transferd.adapters.fastdeploy.companion import Companion
 
 
 class Ended:
@@ -30,7 +31,8 @@ def restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, deaths: list[float
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(companion, "spawn", lambda *_, **__: Ended())
     ended: Any = Ended()
-    made = Companion(f"ipc://{tmp_path}/d.sock", True, {}, tmp_path, process=ended)
+    endpoint = f"ipc://{tmp_path}/d.sock"
+    made = Companion(endpoint=endpoint, registers=True, sections={}, directory=tmp_path, process=ended)
     waited = []
     for death in deaths:
         now[0] = max(now[0], 1000.0 + death)

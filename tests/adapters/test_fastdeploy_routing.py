@@ -83,7 +83,12 @@ def test_rows_are_stored_and_loaded_and_a_block_without_them_is_not_read(
 ) -> None:
     tree = {"storage": {"backend": "file"}, "host": {"staging": "64MiB"}, "engines": {"devices": ["shm"]}}
     with running(tree, place / "daemon") as daemon:
-        routing.store_with(NodeDaemon(Companion(daemon.endpoint, True), starts=False), "model", {"weights": "w"}, PORT)
+        routing.store_with(
+            NodeDaemon(Companion(endpoint=daemon.endpoint, registers=True), starts=False),
+            "model",
+            {"weights": "w"},
+            PORT,
+        )
         before = routing.device.copy()
         wrote = result(blocks=(1, 2))
         assert routing.moved(storage(Lane.WRITE, ["a", "b", "c"], [1, 2, 3]), wrote) is wrote

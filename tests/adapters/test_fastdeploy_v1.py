@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from transferd.adapters.fastdeploy import plugin, v1
 from transferd.adapters.fastdeploy.companion import for_objects
 from transferd.adapters.fastdeploy.v1 import Connector, Scheduler
 from transferd.client.launch import running
+from transferd.client.sync_client import SyncClient
 from transferd.errors import ConfigError
 
 KEY, SCALE, INDEXER = 3 * 656 * 64, 3 * 2 * 64 * 4, 3 * 132 * 64  # bytes of a block's object: all layers together
@@ -71,6 +73,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
+def connector_name(rank: int, nbytes: int) -> str:
+    """The engine's of a rank's objects of one size, in this process."""
+    return f"fastdeploy-v1-{os.getpid()}-{rank}-{nbytes}"
+
+
 def connected(rank: int = 0) -> Connector:
     made = Connector(config(), rank)
     made.register_buffer(4096, 4096)
@@ -94,6 +101,12 @@ def test_every_plane_of_every_rank_comes_back_with_its_bytes(place: Path, family
             host.fill(rank)
             assert all(connector.batch_set(*host.objects(blocks, rank)))
         assert all(scheduler.batch_exists(probes))
+        with SyncClient(os.environ["TRANSFERD_ENDPOINT"], await_ready=False) as client:
+            engines = client.stats()["engines"]
+        sizes = set(PLANES[family].values())
+        assert {name: one["first_rank"] for name, one in engines.items()} == {
+            connector_name(rank, nbytes): rank for rank in range(2) for nbytes in sizes
+        }
         assert scheduler.query_prefix_count(probes, probes) == len(blocks)
         assert scheduler.batch_exists(["another_0_key"]) == [False]
         for rank, (connector, host) in enumerate(zip(ranks, hosts, strict=True)):

@@ -113,7 +113,7 @@ def test_under_a_suspended_daemon_a_load_has_no_answer_before_its_buffers_are_fr
     given, empty = objects(20, LARGE, seed=1), objects(20, LARGE)
     placed(arena, placed(arena, 0, given), empty)
     assert store(l2, keys(20), given) > 0
-    daemon = l2._finder._process.pid
+    daemon = l2._finder.started.process.pid
     os.kill(daemon, signal.SIGSTOP)
     try:
         task = l2.submit_load_task(keys(20), empty)

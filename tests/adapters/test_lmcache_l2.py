@@ -145,7 +145,7 @@ def test_a_deleted_object_is_gone_and_its_bytes_no_longer_count(make: Callable[.
 def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(make: Callable[..., Any]) -> None:
     l2, given = make(timeout=0.5, load_timeout=0.5), objects(20, LARGE, seed=1)
     assert store(l2, keys(20), given) > 0
-    daemon = l2._finder._process.pid
+    daemon = l2._finder.started.process.pid
     (kind,) = l2._attached.values()
     os.kill(daemon, signal.SIGSTOP)
     try:
@@ -174,7 +174,7 @@ def test_what_a_lookup_has_locked_is_read_without_the_daemon_until_it_is_unlocke
     layouts = {0: lmcache.layout(given[0]), 1: lmcache.layout(given[-1])}
     assert all(find(l2, named, layouts))
     forget(_file_of(given[3].bytes.tobytes()))
-    daemon = l2._finder._process.pid
+    daemon = l2._finder.started.process.pid
     os.kill(daemon, signal.SIGSTOP)
     try:
         empty = [*objects(20, LARGE), *objects(20, SMALL)]
@@ -272,11 +272,11 @@ def test_a_delete_without_an_answer_raises_nothing_and_is_done_later(make: Calla
     store(l2, keys(4), given)
     (kind,) = l2._attached.values()
     assert l2.get_usage().total_capacity_bytes == 64 * 2**20
-    os.kill(ended := l2._finder._process.pid, signal.SIGKILL)
+    os.kill(ended := l2._finder.started.process.pid, signal.SIGKILL)
     l2.delete(keys(2))
     l2.delete(keys(2))
     assert l2.get_usage().total_capacity_bytes == 64 * 2**20, "the last that was known"
-    wait_until(lambda: kind.link.ready and l2._finder._process.pid != ended, "no new daemon", within=60)
+    wait_until(lambda: kind.link.ready and l2._finder.started.process.pid != ended, "no new daemon", within=60)
     assert find(l2, keys(4), {0: lmcache.layout(given[0])})[:2] == [False] * 2
     wait_until(lambda: len(l2.deleted) == 2, "the objects were never removed", within=60)
     assert find(l2, keys(4), {0: lmcache.layout(given[0])}) == [False, False, True, True]

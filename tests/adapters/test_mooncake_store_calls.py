@@ -183,8 +183,9 @@ def test_a_suspended_daemon_is_not_waited_for_and_writes_nothing_later(
     source, target = Buffer(store, seed=6), Buffer(store)
     assert store.batch_put_from(KEYS, source.at, SIZES) == [0] * COUNT
     assert store._finder is not None
-    assert store._finder._process is not None
-    daemon = store._finder._process.pid
+    assert store._finder.started is not None
+    assert store._finder.started.process is not None
+    daemon = store._finder.started.process.pid
     os.kill(daemon, signal.SIGSTOP)
     try:
         assert store.batch_get_into(KEYS, target.at, SIZES) == [MISSING] * COUNT

@@ -10,7 +10,7 @@ import msgspec
 
 from tests.machine.with_sglang import check
 from transferd.adapters import sglang
-from transferd.adapters.sglang.settings import HiCacheSettings, settings
+from transferd.adapters.sglang.settings import HiCacheSettings, LinkerSettings, checked, settings
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
@@ -20,8 +20,12 @@ def test_the_json_to_paste_is_accepted_and_names_the_class() -> None:
     (text,) = re.findall(r"--hicache-storage-backend-extra-config '(.*)'", TEXT)
     said = json.loads(text)
     assert settings(said) == HiCacheSettings()
-    assert (said["module_path"], said["class_name"]) == (sglang.__name__, *sglang.__all__)
     assert said["allocator"] == "shm"
+    (text,) = re.findall(r"--unified-cache-external-linker-config '(.*)'", TEXT)
+    linker = json.loads(text)
+    assert checked(linker.get("linker_extra_config", {}), LinkerSettings) == LinkerSettings()
+    assert [said["class_name"], linker["linker"]] == sglang.__all__
+    assert said["module_path"] == linker["linker_module_path"] == sglang.__name__
 
 
 def test_the_table_of_settings_has_every_key_and_no_other() -> None:

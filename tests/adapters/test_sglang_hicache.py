@@ -27,6 +27,7 @@ EXTRA = {
     "allocator": "shm",
     "weights": "tiny",
 }
+TOGETHER = ("deepseek_v4_c4", "deepseek_v4_c128", "deepseek_v4_c4_state", "deepseek_v4_c128_state")
 KEYS = [f"{number:064x}" for number in range(8)]
 STORED, LOADED = [3, 0, 23, 7, 12, 5, 9, 1], [2, 4, 6, 8, 10, 14, 16, 18]
 
@@ -43,6 +44,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
         from transferd.adapters.sglang import TransferdHiCache
 
         def backend(*pools_of_it: sglang.HostPool, extra: dict[str, Any] | None = None, **config: Any) -> Any:
+            beside = {name: config.pop(name) for name in TOGETHER if name in config}
             said = sglang.HiCacheStorageConfig(extra_config=EXTRA | (extra or {}), **config)
             one = TransferdHiCache(said, {})
             made.append(one)
@@ -50,6 +52,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
             one.register_mem_host_pool_v2(pools_of_it[0], "kv")  # SGLang names the main pool once more
             for number, pool in enumerate(pools_of_it[1:]):
                 one.register_mem_host_pool_v2(pool, ("swa", "mamba")[number])
+            for name, pool in beside.items():
+                one.register_mem_host_pool_v2(pool, name)
             one.on_host_pools_registered()
             return one
 
@@ -116,6 +120,45 @@ def test_a_main_pool_without_memory_has_every_page_and_those_beside_it_decide(ma
     assert backend.batch_exists_v2(KEYS, [beside]).kv_hit_pages == 0
 
 
+def test_pools_that_sglang_moves_together_are_one_engine(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = [("", 0)]
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: version[0])
+    main, beside = sglang.HostPool(), {name: filled(seed) for seed, name in enumerate(TOGETHER)}
+    main.kv_buffer = None
+    backend = make(main, **beside)
+    assert {name: len(pool.pages.sizes) for name, pool in backend._rank.pools.items()} == {
+        "deepseek_v4": 4,
+        "deepseek_v4_state": 4,
+    }
+
+    def every(pages: list[int], keys: list[str] = KEYS) -> list[sglang.PoolTransfer]:
+        return [sglang.PoolTransfer(name, sglang.indices(pages), keys) for name in beside]
+
+    stored = {name: pool.bytes[:, STORED].copy() for name, pool in beside.items()}
+    assert backend.batch_set_v2(every(STORED)) == {name: [True] * 8 for name in beside}
+    found = backend.batch_exists_v2([*KEYS, "x"], every(STORED))
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (8, dict.fromkeys(beside, 8))
+    assert backend.batch_get_v2(every(LOADED)) == {name: [True] * 8 for name in beside}
+    assert all(np.array_equal(pool.bytes[:, LOADED], stored[name]) for name, pool in beside.items())
+    before = {name: pool.bytes.copy() for name, pool in beside.items()}
+    assert backend.batch_get_v2(every(STORED)[:3]) == {TOGETHER[0]: [True] * 8, TOGETHER[1]: [True] * 8} | {
+        TOGETHER[2]: [False] * 8
+    }, "the third one without its companion"
+    odd = every(LOADED)
+    odd[0].host_indices = sglang.indices(STORED)
+    assert not any(backend.batch_get_v2(odd)[TOGETHER[0]])
+    assert "SGLang moves some pools of" in caplog.text
+    assert all(np.array_equal(beside[name].bytes, before[name]) for name in TOGETHER[2:])
+    version[0] = "step-2", 0
+    for pool in [*beside.values()][1:]:
+        pool.clear()
+    assert not any(any(one) for one in backend.batch_set_v2(every(STORED)).values()), "one has KV of the old weights"
+    beside[TOGETHER[0]].clear()
+    assert all(all(one) for one in backend.batch_set_v2(every(STORED)).values())
+
+
 def test_a_pool_may_lie_in_several_memories(make: Callable[..., Any]) -> None:
     pool = sglang.HostPool(split=True)
     for seed, half in enumerate(pool.halves):
@@ -139,7 +182,7 @@ def test_new_weights_find_nothing_and_store_nothing_of_the_old_kv(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = [("", 0)]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: version[0])
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: version[0])
     pool = filled(1)
     backend = make(pool, extra={"generation": "base"})
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
@@ -173,11 +216,11 @@ def test_pages_of_private_memory_are_copied_and_shared_with_servers_whose_memory
     assert second.batch_get_v1(wanted, sglang.indices(LOADED)) == [True] * 3 + [False] + [True] * 4
     expected = np.full_like(pool.bytes, sglang.STALE)
     kept = [i for i in range(8) if i != 3]
-    expected[:, [LOADED[i] for i in kept]] = first._pools["kv"].host.bytes[:, [STORED[i] for i in kept]]
+    expected[:, [LOADED[i] for i in kept]] = first._rank.pools["kv"].host.bytes[:, [STORED[i] for i in kept]]
     assert np.array_equal(pool.bytes, expected)
     more = [f"{number:064x}" for number in range(100, 108)]
     assert second.batch_set_v1(more, sglang.indices(LOADED)) == [True] * 8
-    other = first._pools["kv"].host
+    other = first._rank.pools["kv"].host
     assert first.batch_get_v1(more, sglang.indices(STORED)) == [True] * 8
     assert np.array_equal(other.bytes[:, STORED], pool.bytes[:, LOADED])
 
@@ -219,7 +262,7 @@ def test_indices_that_are_no_whole_pages_are_refused(wrong: Any) -> None:
 def test_a_long_name_serves_every_pool_and_no_model_is_refused_at_once(make: Callable[..., Any]) -> None:
     backend = make(filled(1), filled(2), extra={"name": "n" * 64})
     assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
-    assert {pool.facts.name[-22:] for pool in backend._pools.values()} == {
+    assert {pool.facts.name[-22:] for pool in backend._rank.pools.values()} == {
         "nnn-dp0-pp0-cp0-tp0-kv",
         "nn-dp0-pp0-cp0-tp0-swa",
     }

@@ -24,10 +24,11 @@ from tests.support.cuda.tensor import AXES, GpuTensor, extent, layer_views
 from tests.support.cuda.tier import as_numpy
 from transferd.adapters.common import directories
 from transferd.adapters.common.entry import EngineFacts, Order
+from transferd.adapters.common.gpu import GpuMemory
 from transferd.adapters.vllm import working
-from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.layers import blocks_of, distinct
-from transferd.adapters.vllm.settings import AdapterSettings, check_served
+from transferd.adapters.vllm.settings import VLLM, AdapterSettings, check_served
+from transferd.adapters.vllm.working import INSTEAD
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.client.pages import Pages
@@ -144,6 +145,8 @@ class Rank:
             0,
             list(self.tensors.values()),
             list(self.lie.values()),
+            program=VLLM,
+            instead=INSTEAD,
             gather=lambda gpu: [gpu],
             stream=lambda: self.stream,
             driver=elsewhere,
@@ -362,7 +365,14 @@ def test_the_numbers_of_steps_grow_also_from_one_engine_to_the_next() -> None:
 def memory(gpu: FakeGpu, found: dict[str, GpuTensor]) -> GpuMemory:
     lie = blocks_of(found, BLOCKS)
     return GpuMemory(
-        0, list(found.values()), list(lie.values()), gather=lambda own: [own], stream=lambda: 0, driver=gpu
+        0,
+        list(found.values()),
+        list(lie.values()),
+        program=VLLM,
+        instead=INSTEAD,
+        gather=lambda own: [own],
+        stream=lambda: 0,
+        driver=gpu,
     )
 
 

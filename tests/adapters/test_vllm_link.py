@@ -44,15 +44,15 @@ WAIT_S = 60.0
 class OneEngine:
     """An engine of one rank: two layers, whose pages lie one block behind the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "e") -> None:
         self.fd = os.memfd_create("kv")
         os.ftruncate(self.fd, 2 * BLOCKS * PAGE)
         self._mapped = mmap.mmap(self.fd, 2 * BLOCKS * PAGE)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._mapped, dtype=np.uint8)
         mapped = shared_memory_at(self.bytes.ctypes.data, self.bytes.nbytes)
         memory = OfferedMemory(0, mapped, ((0, PAGE), (BLOCKS * PAGE, PAGE)), self.bytes)
-        facts = EngineFacts("e", "model", "", "identity", 1, BLOCKS, (PAGE, PAGE), memory)
-        self.finder = DaemonFinder(VLLM, engine=facts)
+        facts = EngineFacts(name, "model", "", "identity", 1, BLOCKS, (PAGE, PAGE), memory)
+        self.finder = DaemonFinder(VLLM, block_bytes=facts.block_bytes)
         self.link = Link(self.finder, facts.name, facts.enter)
         assert self.link.wait_ready(WAIT_S)
 
@@ -65,8 +65,9 @@ class OneEngine:
         return answers
 
     def daemon(self) -> int:
-        assert self.finder._process is not None
-        return self.finder._process.pid
+        assert self.finder.started is not None
+        assert self.finder.started.process is not None
+        return self.finder.started.process.pid
 
     def close(self) -> None:
         self.link.close(10.0)
@@ -107,20 +108,27 @@ def test_each_key_has_an_answer_and_each_block_its_bytes(engine: OneEngine) -> N
     assert not engine.block(9).any()
 
 
-def test_one_line_says_that_a_daemon_was_started_and_what_it_may_store(
+def test_one_line_says_that_a_daemon_was_started_which_lives_until_the_last_engine_has_left(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="tl.") as place, caplog.at_level(logging.INFO, logger="vllm.transferd"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", place)
         monkeypatch.setenv("XDG_CACHE_HOME", f"{place}/cache")
         monkeypatch.delenv("TRANSFERD_ENDPOINT", raising=False)
-        one = OneEngine()
+        one, other = OneEngine(), OneEngine("f")
         pid = one.daemon()
+        assert one.finder.started is not None
+        daemon = one.finder.started.process
+        assert daemon is not None
+        write(other, "a")
         one.close()
+        assert other.link.exists(["a"]) == [True], "whoever has started it"
+        assert daemon.process.poll() is None
+        other.close()
+        assert daemon.process.wait(WAIT_S) == 0
     (line,) = [record.getMessage() for record in caplog.records if "started one" in record.getMessage()]
     assert f"pid {pid}, up to " in line
     assert f" GiB in {place}/cache/transferd, log in {place}/" in line
-    assert not Path(f"/proc/{pid}").exists(), "it ends with the engine"
 
 
 def test_a_task_of_a_suspended_daemon_is_answered_when_it_can_write_no_more(engine: OneEngine) -> None:

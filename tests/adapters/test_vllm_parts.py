@@ -9,14 +9,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from transferd.adapters.common import companion, memory, packaged
 from transferd.adapters.common.directories import own_directory
-from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.vllm import interfaces
 from transferd.adapters.vllm.settings import VLLM, settings, warn_of_unstable_hashes
 from transferd.errors import ConfigError, TierError
@@ -149,11 +147,9 @@ def test_files_of_engines_that_have_ended_are_removed_at_the_next_start(
         raise OSError("not in this test")
 
     monkeypatch.setattr(subprocess, "Popen", start)
-    nothing: Any = None  # no daemon is reached that would ask for it
-    facts = EngineFacts("e", "m", "", "i", ranks=1, blocks=1, page_bytes=[4096], memory=nothing)
     with pytest.raises(OSError, match="not in this test"):
-        companion.DaemonFinder(VLLM, path=str(tmp_path / "store"), capacity=2**20, engine=facts).find()
-    assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml"}
+        companion.DaemonFinder(VLLM, path=str(tmp_path / "store"), capacity=2**20, block_bytes=4096).find()
+    assert {file.name for file in directory.iterdir()} == {*kept, f"{os.getpid()}.toml", "start", "users"}
 
 
 VALUES = """

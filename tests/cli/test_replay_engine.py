@@ -31,7 +31,7 @@ from transferd.config import from_tree
 from transferd.errors import DaemonLost, TransferError
 from transferd.tiers.base import HostMemory
 
-SEEDS = 8
+SEEDS = 4
 WORKLOAD = generated_workload(3, 60)
 
 

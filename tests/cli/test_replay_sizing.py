@@ -18,9 +18,10 @@ from transferd.cli.replay.sizing import (
     knees,
     size_point,
 )
-from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.cli.replay.trace import TraceRequest
 from transferd.config import from_tree
 from transferd.errors import ConfigError
+from transferd.tasks import TRACE_BLOCK_TOKENS
 
 
 def point(storage: int, hits: float, host: int = 0) -> SizePoint:

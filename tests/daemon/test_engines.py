@@ -149,6 +149,9 @@ async def test_an_engine_is_ready_when_all_its_ranks_have_offered_from_any_clien
         await one.offer(0, memory.handle(0))
         await one.wait_ready(5)
         await other.wait_ready(5)
+        [engine] = daemon.engines.all
+        staging = [worker.context.staging.memory for worker in engine.workers]
+        assert [(one.rank, one.lender) for one in staging] == [(0, (os.getpid(), 0)), (1, (os.getpid(), 1))]
         memory.paint(1, 0x40)
         written = await one.submit(write("w", ["k"], [1]))
         assert (written.status, len(written.ranks)) == (Status.OK, 2)
@@ -295,9 +298,9 @@ async def test_only_the_user_who_registered_an_engine_speaks_for_it(
     async with serving(endpoint, "e") as (_, memory):
         registrant = daemon.engines.get("e")
         assert registrant is not None
-        real = daemon.engines.uid_of
-        mine = registrant.clients.copy()
-        monkeypatch.setattr(daemon.engines, "uid_of", lambda peer: real(peer) if peer in mine else 12345)
+        mine = [daemon.clients.get(peer) for peer in registrant.clients]
+        theirs = property(lambda one: (os.getuid(), os.getpid()) if one in mine else (12345, 1))
+        monkeypatch.setattr(KnownClient, "who", theirs)
         async with client(endpoint, "e") as foreign:
             for ask in (foreign.match(["k"]), foreign.offer(0, memory.handle()), foreign.unregister(), foreign.pause()):
                 with pytest.raises(RequestError) as caught:

@@ -127,9 +127,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
 
 
 def client(uid: int | None, engine: Any = None, *, belongs: bool = False) -> Any:
-    return SimpleNamespace(
-        uid=uid, credentials=None if uid is None else SimpleNamespace(uid=uid, pid=7), engine=engine, belongs=belongs
-    )
+    return SimpleNamespace(uid=uid, who=(uid, None if uid is None else 7), engine=engine, belongs=belongs)
 
 
 OWN, ALICES, BOBS = hosted("own", None), hosted("alice", ALICE), hosted("bob", BOB)
@@ -253,6 +251,30 @@ async def test_only_the_daemons_user_and_root_have_copies_made(uid: int | None, 
     assert refused.value.reason == code
 
 
+@pytest.mark.parametrize("uid", [None, BOB])
+async def test_only_the_daemons_user_and_root_ask_what_a_restart_loses(uid: int | None) -> None:
+    held = Holdings(from_tree({"storage": {"backend": "none"}}), None)
+    with pytest.raises(RequestError) as refused:
+        await held.restart_check(client(uid), str)
+    assert refused.value.reason == "not_yours"
+    assert await held.restart_check(client(0), lambda: "a wrong key") == {
+        "objects": 0, "bytes": 0, "unknown": "", "stop_copies_s": 0.0, "configuration": "a wrong key",
+    }  # fmt: skip
+
+
+def test_where_a_block_is_only_those_may_ask_who_may_purge_it() -> None:
+    held = Holdings(from_tree({"storage": {"backend": "none"}}), None)
+    for owner in (EngineOwner("a", ALICE), EngineOwner("b", BOB)):
+        held._engines[owner] = SimpleNamespace()  # type: ignore[assignment]
+    assert held.open_to(client(0)) == ["a", "b"]
+    assert held.open_to(client(BOB)) == ["b"]
+    assert held.open_to(client(0), "nobody") == []
+    for uid, engine in ((BOB, "a"), (None, "")):
+        with pytest.raises(RequestError) as refused:
+            held.open_to(client(uid), engine)
+        assert refused.value.reason == "not_yours"
+
+
 # --- who is told where blocks lie -----------------------------------------------------------------
 
 
@@ -310,4 +332,27 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
         answer = await held.pin(uid, engine, asked)
         assert isinstance(answer, dict)
         assert "places" not in answer
+    await storage.close()
+
+
+async def test_a_read_lease_keeps_an_object_like_a_pin_and_no_disk_is_told(tmp_path: Path) -> None:
+    config = from_tree({"storage": {"backend": "file", "file": {"path": str(tmp_path), "capacity": "8MiB"}}})
+    _, storage = create_storages(config)
+    assert storage is not None
+    await storage.open()
+    engine = of_ranks(1)
+    [[name]] = engine.object_names(["k"], "g")
+    await put(storage, [Blob(name, memoryview(bytearray(1000)), Use(), 0)])
+    held, listed = Holdings(config, storage), tmp_path / "orders"
+    before = listed.exists() and listed.stat()
+    answer = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True, places=True))
+    assert isinstance(answer, dict)
+    assert (answer["pinned"], answer["durable"]) == (1, 0)
+    assert storage.index.statistics()["pinned"] == 1
+    await held.unpin(engine, wire.Unpin(["k"]))
+    assert storage.index.statistics()["pinned"] == 0
+    assert (listed.exists() and listed.stat()) == before, "each look-up of LMCache would wait for the disk"
+    lasting = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True))
+    assert isinstance(lasting, dict)
+    assert (lasting["pinned"], lasting["durable"], listed.exists()) == (1, 1, True)
     await storage.close()

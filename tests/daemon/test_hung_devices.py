@@ -66,7 +66,7 @@ async def test_an_operator_sees_what_the_device_is_and_how_copies_go(daemon: Dae
     tiers = [row["tier"] for row in msgspec.msgpack.decode(msgspec.msgpack.encode(daemon.stats()))["ranks"]]
     assert [tier["name"] for tier in tiers] == ["Fake GPU"] * 2
     assert [(tier["unregistered"], tier["batches"], tier["mps"]) for tier in tiers] == [(0, True, mps_runs())] * 2
-    assert tiers[0]["copies"] == {way: {"gather": 0, "rows": 0, "straight": 0} for way in ("out", "in")}
+    assert tiers[0]["copies"] == {way: {"gather": 0, "rows": 0, "pairs": 0, "straight": 0} for way in ("out", "in")}
     assert tiers[0]["waits_for"] == {}
 
 

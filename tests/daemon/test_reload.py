@@ -124,3 +124,14 @@ def test_settings_of_a_level_take_effect(world: World) -> None:
     world.tree["storage"] = {"backend": "memory"}
     world.reload()
     assert "restart" not in world.reload.status()
+
+
+def test_whether_the_daemon_would_start_again_is_known_without_a_reload(world: World) -> None:
+    would_not_start = world.daemon.engines.acts.would_not_start
+    assert would_not_start() == ""
+    world.tree["log"] = {"level": "loud"}
+    assert would_not_start().startswith("log.level: expected one of")
+    world.tree["log"] = {"level": "info"}
+    world.tree["server"] = {"endpoint": "ipc:///no/such/folder/socket"}  # what only the machine knows counts as well
+    assert would_not_start().startswith("server.endpoint")
+    assert world.daemon.engines.acts.reload_refused == "", "nothing was tried"

@@ -221,11 +221,3 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
     done = transferd("replay", str(trace))
     assert done.returncode == 1
     assert f"{trace}:2: not a trace line" in done.stderr
-
-
-def test_the_demo_ends_well() -> None:
-    done = transferd("demo", "--format", "json")
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["verify_failures"] == 0
-    assert min(report["hit_blocks"].values()) > 0, "every tier was used"

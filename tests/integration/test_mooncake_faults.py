@@ -281,6 +281,34 @@ async def test_a_peer_killed_in_the_middle_of_reads_takes_its_blocks_along_and_n
             await decode.works(range(100, 100 + BLOCKS))
 
 
+async def test_the_first_read_of_a_silent_node_is_answered_long_before_its_timeout(
+    master: Master, tmp_path: Path
+) -> None:
+    """The node that started first has the record of the layout, so the library knows its data port already."""
+    async with node(tree(master.address, segment=64 * MIB), tmp_path, "first") as first:
+        contents = range(BLOCKS)
+        assert (await first.write(contents, contents)).status is Status.OK
+        async with node(tree(master.address), tmp_path, "second") as second:
+            pid = first.process.process.pid
+            freeze(pid)
+            try:
+                task = ReadStorageTask(
+                    task_id="silent",
+                    keys=[f"content-{content}" for content in contents],
+                    gpu_block_ids=list(contents),
+                    timeout=20.0,
+                )
+                second.data.poison(contents)
+                result = await second.client.submit(task)
+                assert (result.status, result.error and result.error.code) == (Status.FAILED, "storage_unavailable")
+                assert "does not answer" in str(result.error)
+                assert poisoned(second, contents)
+            finally:
+                thaw(pid)
+            await second.until(lambda stats: not stats["storage"]["peers_down"])
+            assert (await second.read(contents, contents)).status is Status.OK
+
+
 async def test_a_full_pool_stores_what_fits_and_says_what_did_not(master: Master, tmp_path: Path) -> None:
     async with node(tree(master.address, segment=16 * MIB, hard_pin=True), tmp_path) as running:
         contents = range(40)  # 20 MiB

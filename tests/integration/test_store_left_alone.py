@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.machine.faults.resources import in_own_mounts
+from tests.support.looking import new_sync_stats
 from tests.support.native.page import FaultPage
 from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, TaskResult, TransferError, WriteStorageTask
@@ -63,12 +64,12 @@ def write(client: SyncClient, keys: Sequence[str], task_id: str | None = None, s
 
 
 def storage(client: SyncClient) -> dict[str, Any]:
-    found: dict[str, Any] = client.stats()["storage"]
+    found: dict[str, Any] = new_sync_stats(client)["storage"]
     return found
 
 
 def concerns(client: SyncClient) -> set[str]:
-    return {concern["name"] for concern in client.stats()["concerns"]}
+    return {concern["name"] for concern in new_sync_stats(client)["concerns"]}
 
 
 def small_disk(tmp_path: Path, options: str) -> tuple[Path, list[str]]:
@@ -442,7 +443,12 @@ def test_a_disk_without_inodes_evicts_files(tmp_path: Path, inodes: int) -> None
         print(f"failed of {len(results)}: {failed}")
         assert len(failed) <= 1, "at most the first that found no inode"
         assert storage(client)["disks"][0]["files_free"] > 0
-        assert os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
+
+        def reserve_is_free() -> bool:
+            storage(client)  # it looks at the disk once a second, while somebody asks
+            return os.statvfs(seen(daemon, blocks)).f_favail >= inodes // 40
+
+        wait_until(reserve_is_free, "it has evicted for the reserve")
 
 
 def test_a_smaller_capacity_on_sighup_is_reached_while_tasks_go_on(tmp_path: Path) -> None:
@@ -473,7 +479,7 @@ def test_a_store_without_room_on_a_disk_that_has_some_says_what_fills_it(tmp_pat
         client.pin([f"p{i}" for i in range(pinned)], 3600.0)
         long = write(client, [f"k{i}" for i in range(12)])
         assert (long.status, len(long.block_ids)) == (Status.PARTIAL, 10 - pinned)
-        (found,) = [one for one in client.stats()["concerns"] if "full" in one["name"]]
+        (found,) = [one for one in new_sync_stats(client)["concerns"] if "full" in one["name"]]
         assert found["name"] == "store_full"
         assert ("pinned" in found["text"]) == bool(pinned), found
         assert "share" not in found["text"]

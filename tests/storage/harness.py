@@ -9,7 +9,7 @@ import functools
 import mmap
 import os
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -262,8 +262,9 @@ class Memory:
 
     pinned = urgent = False
 
-    def __init__(self, nbytes: int, rank: int = 0) -> None:
+    def __init__(self, nbytes: int, rank: int = 0, process: int = 0) -> None:
         self.rank = rank
+        self.lender: Hashable = (process or id(self), rank)
         self._map = mmap.mmap(-1, nbytes)
         self.nbytes = nbytes
         self.view = memoryview(self._map)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
 from transferd.errors import StorageUnavailable
 from transferd.runtime.threads import Direction
-from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Blob, Found, Item
+from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome, Outcomes
 from transferd.storage.joined import JoinedStorage, joined
 from transferd.tiers.base import INLINE_BYTES
 
@@ -218,6 +218,31 @@ async def test_drains_and_slots_that_want_one_object_share_one_load(behind: SimS
     assert sorted(drains[1].taken) == [(0, b"b" * 200), (1, b"a" * 200)]
     assert bytes(slot) == b"a" * 200
     assert behind.counts["hits"] == 2
+
+
+async def test_a_call_that_follows_and_leads_says_when_its_own_slots_return(
+    behind: SimStorage, files: JoinedStorage
+) -> None:
+    behind.objects |= {"a": b"a" * 200, "b": b"b" * 200}
+    behind.register(memory := Memory(4096))
+    behind.gate.hold()
+    leading = start(files.load([Item("a", 200)], None, [memory.view[:200]]))
+    await turns()
+    good, running = behind.load, asyncio.get_running_loop().create_future()
+
+    async def load(*call: Any) -> list[Outcome]:
+        return Outcomes.after(await good(*call), [running])
+
+    files._loads._call = load
+    both = [Item("a", 200), Item("b", 200)]
+    following = start(files.load(both, None, [memory.view[400:600], memory.view[600:800]]))
+    await turns()
+    behind.gate.release()
+    outcomes = await following
+    assert (await leading, list(outcomes)) == ([FOUND], [FOUND, FOUND])
+    assert isinstance(outcomes, Outcomes)
+    running.set_result(None)
+    await outcomes.returned
 
 
 @pytest.mark.parametrize("leads", ["a task that has ended", "a task that cannot take it"])

@@ -5,8 +5,9 @@
 A server, which this process starts when it first needs it, has imported what daemons and commands import, and has no
 thread. For each process it forks twice, and the process in between ends. So the new one becomes a child of ours (for
 that moment we are the reaper of our orphans): waits, signals and pids are what they always are. It gets the
-environment, the standard files and the session that were asked for, and runs the module as `python -m` does. Two things
-differ: /proc shows the server's command line, and memory that the server has touched counts as the process's, too.
+environment, the standard files and the session that were asked for, and runs the module as `python -m` does. Three
+things differ: /proc shows the server's command line, memory that the server has touched counts as the process's, too,
+and a daemon's report is never an old one (looking.py).
 
 A start goes the usual way if it is anything else than that: another program, options of the interpreter, files to pass
 on, another user or directory, a function to call first, a variable that Python or a library reads when it starts.
@@ -33,6 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.support import looking
 from tests.support.orphans import die_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -255,6 +257,7 @@ def main() -> NoReturn:
     """The server, and the processes that it makes."""
     for name in IMPORTED:
         importlib.import_module(name)
+    looking.costs_nothing()
     gc.collect()
     gc.freeze()  # no collection in a child writes to the pages of what it shares
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests

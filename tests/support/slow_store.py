@@ -15,6 +15,8 @@ from transferd.runtime.compat import Self
 from transferd.storage.base import Drainer, Fill, Item, Outcome
 from transferd.storage.memory import MemoryStorage
 
+LOOK_S = 0.05
+
 
 class SlowStore(MemoryStorage):
     """Memory that waits first."""
@@ -29,9 +31,15 @@ class SlowStore(MemoryStorage):
         return made
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        await asyncio.sleep(float(self._file.read_text()))
+        await self._wait()
         return await super().store(items, fill, slots)
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        await asyncio.sleep(float(self._file.read_text()))
+        await self._wait()
         return await super().load(items, drain, slots)
+
+    async def _wait(self) -> None:
+        waited = 0.0
+        while (left := float(self._file.read_text()) - waited) > 0:  # it may say less meanwhile
+            await asyncio.sleep(step := min(left, LOOK_S))
+            waited += step

@@ -1,4 +1,4 @@
-"""What the tests under an engine's own packages share (tests/machine/with_vllm, with_sglang, with_lmcache)."""
+"""What the tests under an engine's own packages share (tests/machine/with_vllm, with_sglang, with_lmcache, …)."""
 
 from __future__ import annotations
 

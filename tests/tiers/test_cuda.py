@@ -248,7 +248,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_in_rows_or_straight(
         await tier.open()
         pool = HostPool(layout, 0, CudaPinning(0, gpu))
         await tier.copy_in(plan_copy(layout.host, [1, 0], layout.device, [1, 0]), pool.memory)
-        assert tier.statistics()["copies"]["in"] == {"gather": 0, "rows": 0, "straight": 0} | {way: 1}
+        assert tier.statistics()["copies"]["in"] == {"gather": 0, "rows": 0, "pairs": 0, "straight": 0} | {way: 1}
         assert gpu.count("copy_batch") == (way != "rows")
         assert gpu.count("launch") == (way == "gather"), "a kernel is loaded, and staging made, only if it is used"
         assert (gpu.count("load"), bool(tier.statistics()["staging"])) == (way == "gather", way == "gather")
@@ -261,7 +261,10 @@ async def test_loads_may_go_straight_where_stores_are_gathered(threads: ThreadPo
     cheap_in = Costs(dma_s=0.0, row_call_s=1.0, short_out_s=1e-3, short_in_s=0.0)
     async with rig(FakeGpu(), threads, tuning=Tuning(grid=48, costs=cheap_in)) as made:
         assert await made.there_and_back()
-        ways = {"in": {"gather": 0, "rows": 0, "straight": 1}, "out": {"gather": 1, "rows": 0, "straight": 0}}
+        ways = {
+            "in": {"gather": 0, "rows": 0, "pairs": 0, "straight": 1},
+            "out": {"gather": 1, "rows": 0, "pairs": 0, "straight": 0},
+        }
         assert made.tier.statistics()["copies"] == ways
 
 
@@ -298,7 +301,9 @@ async def test_blocks_in_the_order_of_fastdeploys_objects_are_gathered_too(
     expected = device.copy()
     copy_runs(content.ctypes.data, expected.ctypes.data, inward.runs)
     assert (device == expected).all(), "each segment is where the layout has it"
-    assert tier.statistics()["copies"] == {way: {"gather": 1, "rows": 0, "straight": 0} for way in ("out", "in")}
+    assert tier.statistics()["copies"] == {
+        way: {"gather": 1, "rows": 0, "pairs": 0, "straight": 0} for way in ("out", "in")
+    }
     assert tier.statistics()["unregistered"] == 0
     await tier.copy_in(inward, staging.memory)
     assert gpu.count("allocate") == 9, "room for more tables in each direction, from the start"

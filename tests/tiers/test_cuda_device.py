@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tests.support.cuda.gpu import FakeGpu
 from transferd.errors import TierError
-from transferd.tiers.cuda.driver import NO_DRIVER, find_device
+from transferd.tiers.cuda.driver import NO_DRIVER, Driver, find_device
 from transferd.tiers.cuda.pinning import CudaPinning
 
 UUID = "0" * 31 + "5"  # of the fake's sixth GPU
@@ -34,3 +37,12 @@ def test_host_memory_is_pinned_in_the_context_of_that_gpu_and_no_other() -> None
     assert gpu.leaks()[-1] == "context of device 5, 1 times"
     pinning.unpin(address, 4096)
     assert gpu.leaks() == []
+
+
+def test_the_docs_name_each_call_that_another_vendors_driver_would_give() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    entry = text[text.index("* **Another vendor's GPU**") :]
+    listed = re.findall(r"`(\w+)`", entry[entry.index("\n  devices") : entry.index("Three traps")])
+    calls = [name for name in vars(Driver) if not name.startswith("_")]
+    assert sorted(listed) == sorted(calls)
+    assert f"{len(calls)} calls" in entry

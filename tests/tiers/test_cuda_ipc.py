@@ -380,6 +380,7 @@ async def test_a_handle_that_does_not_fit_is_refused_whole(
         await daemon.attach(changed(data, change))
     assert caught.value.reason == code
     assert "\n" not in str(caught.value)
+    assert (" of layer " in str(caught.value)) is (code == "layout_mismatch"), "memory of another shape (#8060)"
     gpu = daemon._driver
     assert isinstance(gpu, FakeGpu)
     assert gpu.leaks() == [], "nothing half mapped"

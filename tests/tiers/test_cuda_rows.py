@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from transferd.runtime.threads import ThreadPools
 from transferd.tiers import pinned
 from transferd.tiers.cuda import CudaDeviceTier
 from transferd.tiers.cuda.batches import row_batches_work
+from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
 from transferd.tiers.cuda.pinning import CudaPinning
-from transferd.tiers.cuda.rows import BlockRows, block_rows
+from transferd.tiers.cuda.rows import BlockRows, _partners, block_rows
 from transferd.tiers.cuda.tuning import Tuning
 from transferd.tiers.pinned import HostPool
 
@@ -111,16 +113,18 @@ def test_objects_of_fastdeploy_are_as_few_copies_as_planes(cache: dict[str, obje
 
 @needs_kernel
 @pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("dma_most", [1, 40_000, 4 << 20])
+@pytest.mark.parametrize(
+    ("way", "dma_most"), [("rows", 1), ("rows", 40_000), ("rows", 4 << 20), ("pairs", 4 << 20), ("pairs", 1 << 30)]
+)
 async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
-    threads: ThreadPools, name: str, dma_most: int, monkeypatch: pytest.MonkeyPatch
+    threads: ThreadPools, name: str, way: CopyPath, dma_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Registrations of two pages: many blocks lie in two of them, and many in one."""
-    monkeypatch.setattr(pinned, "REGISTER_MOST", 8192)
+    """Registrations of two pages: many blocks lie in two of them, and many in one. Pairs also in one registration."""
+    monkeypatch.setattr(pinned, "REGISTER_MOST", 8192 if dma_most <= 4 << 20 else 1 << 30)
     layout = build_layout(CacheSection(**CACHES[name], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
-    gpu = FakeGpu(seed=5)
+    gpu = FakeGpu(seed=5, row_batches=way == "pairs")
     tuning = Tuning(grid=8, dma_most=dma_most)
-    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, copy_path="rows", tuning=tuning)
+    tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, copy_path=way, tuning=tuning)
     await tier.open()
     with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
         host = np.frombuffer(pool.memory.view, dtype=np.uint8)
@@ -132,15 +136,32 @@ async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
         await tier.copy_in(plan_copy(layout.host, [8, 0, 5], geometry, [6, 2, 0]), pool.memory)
         assert (slots == before).all()
         host[:] = 0xA5
-        await tier.copy_out(plan_copy(geometry, [2, 0, 6], layout.host, [1, 7, 3]), pool.memory)
-        assert (slots[[1, 7, 3]] == before[[0, 5, 8]]).all()
-        assert (slots[[0, 2, 4, 5, 6, 8]] == 0xA5).all()
-        assert tier.statistics()["copies"] == {way: {"gather": 0, "rows": 1, "straight": 0} for way in ("out", "in")}
-        assert gpu.count("copy_rows") > 0
+        await tier.copy_out(plan_copy(geometry, [2, 0, 6, 6], layout.host, [1, 7, 3, 4]), pool.memory)
+        assert (slots[[1, 7, 3, 4]] == before[[0, 5, 8, 8]]).all()
+        assert (slots[[0, 2, 5, 6, 8]] == 0xA5).all()
+        assert [counts[way] for counts in tier.statistics()["copies"].values()] == [1, 1]
+        assert gpu.count("copy_rows" if way == "rows" else "copy_row_batch") > 0
         del host, slots
         await tier.close()
     assert gpu.wrong() == []
     assert gpu.leaks() == []
+
+
+@pytest.mark.parametrize("order", ["none", "the same", "backwards", "twice"])
+@pytest.mark.parametrize("count", [1, 2, 7, 200])
+def test_partners_lie_behind_each_other_on_both_sides(order: str, count: int) -> None:
+    chance = np.random.default_rng(count)
+    blocks, places = chance.permutation(count), chance.permutation(count) * 4096
+    if order != "none":
+        blocks = np.argsort(np.argsort(places)) * (-1 if order == "backwards" else 1)
+    if order == "twice":  # a source may be named twice: such blocks have no pitch
+        blocks = blocks // 2
+    first, second = _partners(blocks, places)
+    assert len(set(first.tolist()) | set(second.tolist())) == 2 * len(first), "nobody is in two pairs"
+    assert (places[second] > places[first]).all()
+    assert (blocks[second] >= blocks[first]).all()
+    most = {"none": 4 * int(count**0.5), "the same": 1, "twice": 2, "backwards": count}
+    assert count - 2 * len(first) <= most[order]
 
 
 @needs_kernel
@@ -159,7 +180,7 @@ async def test_blocks_go_in_rows_if_that_is_predicted_to_be_best(
     await tier.open()
     with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
         await tier.copy_in(plan_copy(layout.host, [8, 0, 5], tier.arena.geometry, [6, 2, 0]), pool.memory)
-        counts = dict.fromkeys(("gather", "rows", "straight"), 0) | {way: 1}
+        counts = dict.fromkeys(get_args(CopyPath), 0) | {way: 1}
         assert tier.statistics()["copies"]["in"] == counts
         await tier.close()
 
@@ -211,7 +232,7 @@ def test_a_batch_of_rows_is_tried_before_it_is_used(fault: str) -> None:
             if fault == "refuses":
                 self._refuse("copy_row_batch", "CUDA_ERROR_NOT_SUPPORTED")
             shorter = table.copy()
-            shorter[:, 5] -= 1
+            shorter[:, 11] -= 1  # the height
             super().copy_row_table(shorter, stream, outward=outward, batch=batch)
 
     gpu = Faulty(row_batches=True)

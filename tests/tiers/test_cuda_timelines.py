@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, ipc, timeline, waits
 from transferd.tiers.cuda.owned import CopyHung
 from transferd.tiers.cuda.pinning import CudaPinning
+from transferd.tiers.cuda.tuning import DEFAULT
 from transferd.tiers.cuda.waits import ForeignWaits
 from transferd.tiers.pinned import HostPool
 
@@ -32,6 +35,9 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="there is no C compil
 
 LAYOUT = build_layout(CacheSection(layers=2, kv_heads=1, head_dim=8, block_size=4, device_blocks=6, host_blocks=6))
 OLD, NEW = 0x11, 0x5A
+# Which words a task waits for. An engine of 0.3.0 knows no page, and one in another container cannot open it.
+Words = Literal["device", "host", "old engine", "other page"]
+in_words = pytest.mark.parametrize("words", get_args(Words))
 
 
 @pytest.fixture
@@ -44,17 +50,25 @@ def threads() -> Iterator[ThreadPools]:
 class Rank:
     """A rank's tier in the daemon, and the engine's process of that rank with its own view of the GPU."""
 
-    def __init__(self, tier: CudaDeviceTier, gpu: FakeGpu, pool: HostPool) -> None:
+    def __init__(self, tier: CudaDeviceTier, gpu: FakeGpu, pool: HostPool, words: Words) -> None:
         self.tier = tier
         self.gpu = gpu
         self.pool = pool
         self.engine = FakeGpu(seed=3)
-        self.attached = engine.attach(tier.handle().data, self.engine)
+        self.attached = self.attach(words)
         self.context = self.engine.retain(0)
         with self.engine.current(self.context):
             self.streams = [self.engine.create_stream() for _ in range(2)]
         self.compute(OLD)
         self.finish()
+
+    def attach(self, words: Words) -> engine.Attached:
+        data = self.tier.handle().data
+        if words == "old engine":
+            del data["timelines"]["page"]
+        if words == "other page":
+            data["timelines"]["page"]["inode"] = (1, 1)
+        return engine.attach(data, self.engine)
 
     def compute(self, value: int, blocks: range = range(LAYOUT.device_blocks)) -> None:
         """Put work on the first stream that writes these blocks. It is done when somebody waits for it."""
@@ -98,12 +112,12 @@ class Rank:
 
 
 @asynccontextmanager
-async def rank(threads: ThreadPools, seed: int = 0) -> AsyncIterator[Rank]:
+async def rank(threads: ThreadPools, seed: int = 0, words: Words = "device") -> AsyncIterator[Rank]:
     gpu = FakeGpu(seed=seed)
-    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu)
+    tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, tuning=replace(DEFAULT, host_words=words != "device"))
     await tier.open()
     pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
-    made = Rank(tier, gpu, pool)
+    made = Rank(tier, gpu, pool, words)
     try:
         yield made
     finally:
@@ -123,9 +137,10 @@ async def _waits(made: Rank, after: tuple[int, int]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threads: ThreadPools) -> None:
+@in_words
+async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threads: ThreadPools, words: Words) -> None:
     """Tensor parallelism: one push for all ranks, and each rank's process launches its kernels when it gets there."""
-    async with rank(threads) as first, rank(threads) as behind:
+    async with rank(threads, words=words) as first, rank(threads, words=words) as behind:
         after = Timeline().next()
         for made in (first,):
             made.compute(NEW)
@@ -137,6 +152,28 @@ async def test_a_rank_that_is_behind_when_the_task_is_pushed_is_waited_for(threa
         for made in (first, behind):
             made.finish()
         assert await wait_for(asyncio.gather(*tasks), 60) == [NEW, NEW]
+        assert ("wait_value" in behind.gpu.calls) == (words != "host"), "who sees host words waits for nothing else"
+
+
+async def test_words_in_host_memory_leave_nothing_to_keep_apart(threads: ThreadPools) -> None:
+    """No stream waits, so what frees memory goes at once beside an engine that hangs (ADR 133)."""
+    async with rank(threads, words="host") as made:
+        other = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=made.gpu)
+        await other.open()
+        hung = asyncio.ensure_future(made.task((4, 10**18)))
+        await _waits(made, (4, 10**18))
+        await wait_for(other.close(), 60)
+        assert not hung.done()
+        next_one = made.attach("old engine")  # the engine's next life is of an older release
+        after = Timeline(5).next()
+        task = asyncio.ensure_future(made.task(after))
+        await _waits(made, after)
+        assert next_one.timelines is not None
+        next_one.timelines.advance(after, made.streams[1])
+        made.finish(stream=1)
+        assert await wait_for(task, 60) == OLD
+        hung.cancel()
+        del next_one
 
 
 async def test_the_shared_event_is_wrong_for_a_rank_that_is_behind(threads: ThreadPools) -> None:
@@ -154,10 +191,10 @@ async def test_the_shared_event_is_wrong_for_a_rank_that_is_behind(threads: Thre
         assert stale == OLD, "the copy saw what nobody had computed yet"
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_two_streams_are_waited_for_each_by_its_own_tasks(threads: ThreadPools, seed: int) -> None:
+@in_words
+async def test_two_streams_are_waited_for_each_by_its_own_tasks(threads: ThreadPools, words: Words) -> None:
     """A quick step that another stream records later says nothing of the slow one's work."""
-    async with rank(threads, seed) as made:
+    async with rank(threads, words=words) as made:
         slow, quick = Timeline(0).next(), Timeline(1).next()
         made.compute(NEW, range(3))
         made.advance(slow, stream=0)
@@ -186,11 +223,11 @@ async def test_an_old_task_does_not_wait_for_newer_work_of_its_stream(threads: T
         assert await wait_for(newer, 60) == NEW
 
 
-@pytest.mark.parametrize("seed", range(4))
+@in_words
 async def test_an_engine_that_died_holds_up_nobody_else_and_is_let_go_of_at_the_end(
-    threads: ThreadPools, seed: int
+    threads: ThreadPools, words: Words
 ) -> None:
-    async with rank(threads, seed) as made:
+    async with rank(threads, words=words) as made:
         dead = Timeline(0).next()
         waiting = asyncio.ensure_future(made.task(dead))
         await _waits(made, dead)
@@ -285,21 +322,21 @@ async def test_a_new_wait_lets_a_call_go_first_but_not_for_ever() -> None:
     assert order == ["wait", "call"]
 
 
-async def test_beside_an_engine_that_hangs_a_call_delays_new_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beside_an_engine_that_hangs_no_call_delays_new_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(waits, "BEHIND_S", 3600.0)
     waiting, order = ForeignWaits(), list[str]()
     with waiting.waiting():
-        call = asyncio.ensure_future(asyncio.to_thread(_apart, waiting, order))
+        clock[0] += waits.BEHIND_S  # it has waited for so long that it hangs
+        calls = [asyncio.ensure_future(asyncio.to_thread(_apart, waiting, order)) for _ in range(2)]
         async with timeout(30):
-            while not waiting._wanted:  # noqa: ASYNC110 - a few turns of the loop
+            while waiting._wanted < 2:  # noqa: ASYNC110 - a few turns of the loop
                 await asyncio.sleep(0.001)
-        clock[0] += waits.BEHIND_S  # they have stayed behind it for long enough
         for _ in range(3):
             await wait_for(asyncio.to_thread(_waiting, waiting, order), 60)
-    await wait_for(call, 60)
-    assert order == ["wait", "wait", "wait", "call"]
+    await wait_for(asyncio.gather(*calls), 60)
+    assert order == ["wait", "wait", "wait", "call", "call"]
 
 
 def _apart(waiting: ForeignWaits, order: list[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import textwrap
 import time
@@ -37,7 +38,9 @@ for name in sys.argv[2:]:
     if name.startswith("crashes"):
         os.kill(os.getpid(), signal.SIGSEGV)
     if name.startswith("measures"):
-        row = {"name": name, "value": 1.0, "limit": 2.0, "ratio": 0.5, "unit": "GB/s", "limit_name": "", "spread": 0.1}
+        ratio = 0.1 if name.endswith("less") else 0.5
+        row = {"name": "measures right", "value": 1.0, "limit": 2.0, "ratio": ratio, "unit": "GB/s"}
+        row |= {"limit_name": "", "spread": 0.1}
         tell({"measured": [row]})
     verdict = name.split()[-1]
     tell({"row": {"name": name, "check": name, "verdict": verdict, "seconds": 0.1, "note": "", "figures": {}}})
@@ -134,7 +137,11 @@ def test_the_best_settings_are_the_fastest_that_leave_the_neighbour_its_due(
 
 
 def test_the_constants_of_the_model_are_found_again_from_speeds_that_it_predicts() -> None:
-    costs, pieces, dma_most = Costs(bus=50e9, gather=40e9, dma_s=1e-6, row_s=0.1e-6, kernel_loss=0.5), 160, 4 << 20
+    costs, pieces, dma_most = (
+        Costs(bus=50e9, gather=40e9, dma_s=1e-6, row_s=0.1e-6, pair_s=4e-7, kernel_loss=0.5),
+        160,
+        4 << 20,
+    )
     found = {}
     for piece in (8192, 16384, 32768, 65536, 131072):
         sizes, copies = np.full(pieces, piece), -(-pieces // (dma_most // piece))
@@ -143,6 +150,7 @@ def test_the_constants_of_the_model_are_found_again_from_speeds_that_it_predicts
             "gather": [costs.gathered(pieces * piece)] * 2,
             "straight": [costs.straight(sizes, outward=outward, dma_most=dma_most) for outward in (True, False)],
             "rows": [costs.rows(heights, pieces * piece)] * 2,
+            "pairs": [costs.pairs(sizes)] * 2,
         }
         for way, (out, into) in seconds.items():
             loss = costs.kernel_loss if way == "gather" else costs.copy_loss
@@ -301,16 +309,33 @@ def test_the_tables_of_a_run_are_made_by_one_command_from_its_files(
     assert [row["name"] for row in kept["checks"]] == ["a right", "measures right", "a slow"]
     with pytest.raises(SystemExit, match="has none of"):
         table.main([str(tmp_path)])
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "found"]):
+        subprocess.run([*git, *command], check=True)
+    table.main()
+    played(results(tmp_path / "benchmarks" / "results"), ["a right", "measures less"])
+    for _ in range(2):  # until it is committed, or mended
+        with pytest.raises(SystemExit, match=r"slower than what is committed.*\nmeasures"):
+            table.main()
 
 
-def test_a_row_that_fell_by_more_than_a_tenth_is_named() -> None:
+def test_a_figure_that_fell_by_more_than_a_tenth_is_named() -> None:
     """FastDeploy's order once fell to a tenth, and the table said so in a row that nobody judged."""
     row = {"name": "FastDeploy's order out", "gpu": "H", "driver": "1", "limit_name": "one large copy"}
-    before = [row | {"ratio": 0.5}, row | {"ratio": 0.9}]
-    assert table.fallen(before, [row | {"ratio": 0.82}]) == []
-    assert table.fallen(before, [row | {"ratio": 0.1}, row | {"ratio": 0.3, "gpu": "another"}]) == [
-        "FastDeploy's order out: 0.10 of one large copy, and 0.90 before"
+    before = {"rows": [row | {"ratio": 0.5}, row | {"ratio": 0.9}]}
+    assert table.fallen(before, before) == []
+    assert table.fallen(before, {"rows": [row | {"ratio": 0.1}, row | {"ratio": 0.82}]}) == [], "the last one counts"
+    assert table.fallen(before, {"rows": [row | {"ratio": 0.1}, row | {"ratio": 0.3, "gpu": "another"}]}) == [
+        "FastDeploy's order out (H, driver 1): of one large copy 0.10, and 0.90 before"
     ]
+    check = {"name": "a_busy_neighbour", "gpu": "H", "driver": "1"}
+    good = check | {"verdict": "fast", "figures": {"rows out": {"busy_GBs": 40.0, "p99_s": 1.0}, "share": 0.9}}
+    bad = check | {"verdict": "slow", "figures": {"rows out": {"busy_GBs": 35.0, "p99_s": 0.1}, "share": 0.85}}
+    assert table.fallen({"checks": [good]}, {"checks": [good, bad]}) == [
+        "a_busy_neighbour (H, driver 1): verdict 0.50, and 1.00 before",
+        "a_busy_neighbour (H, driver 1): rows out busy_GBs 35.00, and 40.00 before",
+    ]
+    assert table.fallen({"checks": [good]}, {"checks": [good, bad | {"verdict": "skipped"}]}) == []
 
 
 def test_every_way_that_the_tier_chooses_is_judged() -> None:

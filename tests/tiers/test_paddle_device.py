@@ -10,32 +10,38 @@ from typing import Any
 import numpy as np
 import pytest
 
-paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
-
-from tests.support.paddle_ops import PaddleOps  # noqa: E402
-from transferd.adapters.paddle import adopted, flat, named, rows, tensors  # noqa: E402
-from transferd.blocks.copyplan import plan_copy  # noqa: E402
-from transferd.blocks.layout import build_layout  # noqa: E402
-from transferd.client.offers import laid  # noqa: E402
-from transferd.config import CacheSection  # noqa: E402
-from transferd.errors import EngineGone, RequestError, TierError  # noqa: E402
-from transferd.runtime.threads import ThreadPools  # noqa: E402
-from transferd.tiers.base import DeviceHandle  # noqa: E402
-from transferd.tiers.extents import overlap  # noqa: E402
-from transferd.tiers.paddle import (  # noqa: E402
+from tests.support.paddle_ops import PaddleOps
+from transferd.adapters.paddle import adopted, flat, named, rows, tensors
+from transferd.blocks.copyplan import plan_copy
+from transferd.blocks.layout import build_layout
+from transferd.client.offers import laid
+from transferd.config import CacheSection
+from transferd.errors import EngineGone, RequestError, TierError
+from transferd.runtime.threads import ThreadPools
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.extents import overlap
+from transferd.tiers.paddle import (
     KIND,
     FastDeployOperators,
     PaddleDeviceTier,
 )
-from transferd.tiers.pinned import HostPool  # noqa: E402
-from transferd.tiers.staging import Staging  # noqa: E402
-from transferd.wire.canary import taken_from  # noqa: E402
-from transferd.workers.canary import check_canary  # noqa: E402
+from transferd.tiers.pinned import HostPool
+from transferd.tiers.staging import Staging
+from transferd.wire.canary import taken_from
+from transferd.workers.canary import check_canary
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+paddle: Any = None
 SIZES: dict[str, Any] = {"layers": 2, "device_blocks": 6, "host_blocks": 6, "block_size": 4, "kv_heads": 2}
 LAYOUT = build_layout(CacheSection(**SIZES, head_dim=8, mtp_layers=1, mtp_blocks=7, dtype="block_wise_fp8"))
 MANY = len(LAYOUT.segments)
+
+
+@pytest.fixture(autouse=True)
+def imported() -> None:
+    """By the first test, not by each process that collects the tests: 1.2 s of CPU, and its memory."""
+    global paddle
+    paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.bodies import BODIES, built, tag_of
@@ -55,6 +55,7 @@ def message(body: Any, seq: Any = 7, ack: Any = False) -> bytes:
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=tag_of)
+@settings(max_examples=40)  # of each kind
 @given(st.data(), st.integers(0, 2**63 - 1), st.booleans(), sessions)
 def test_a_request_is_read_as_it_was_written(
     kind: type, draw: st.DataObject, seq: int, ack: bool, session: int

@@ -43,7 +43,10 @@ from transferd.cli.init import ConfigOption, SetOption, check
 from transferd.cli.init import app as config_app
 from transferd.cli.keeping import level, pin, purge, warm
 from transferd.cli.pool.command import app as pool_app
+from transferd.cli.record import record
+from transferd.cli.restart_check import restart_check
 from transferd.cli.top.command import top
+from transferd.cli.why import why
 from transferd.errors import ConfigError, ConnectTimeout, TransferError, one_line
 from transferd.observability import logs
 from transferd.runtime.descriptors import fill_standard
@@ -57,7 +60,7 @@ if TYPE_CHECKING:
 # Commands that run no part of a daemon in this process, so that nothing here logs by structlog.
 ONLY_ASK = {
     *("--version", "--help", "-h", "version", "files", "ping", "stats", "tasks", "clients", "explain", "top"),
-    *("pin", "purge", "warm", "level", "generation", "engines", "pause", "resume"),
+    *("pin", "purge", "warm", "level", "generation", "engines", "pause", "resume", "restart-check", "why", "record"),
 }
 
 
@@ -374,10 +377,10 @@ def _demo_pd(console: Console, format_: Format) -> NoReturn:
 
 # The verbs, in the groups and the order of the help.
 VERBS: dict[str, list[Any]] = {
-    "Set up and run": [serve, config_app, doctor, lists.pause, lists.resume, files, keygen, version],
-    "Look": [ping, stats, top, lists.tasks, lists.clients, lists.engines, explain],
+    "Set up and run": [serve, config_app, doctor, restart_check, lists.pause, lists.resume, files, keygen, version],
+    "Look": [ping, stats, top, lists.tasks, lists.clients, lists.engines, explain, why],
     "Stored blocks": [purge, pin, warm, level, generation_app, pool_app, verify],
-    "Try and measure": [demo, replay],
+    "Try and measure": [demo, record, replay],
 }
 with contextlib.suppress(ModuleNotFoundError):  # in a checkout, and in no wheel (setup.py)
     from transferd.cli.bench.command import app as bench_app

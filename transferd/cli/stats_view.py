@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from msgspec import UNSET
@@ -14,7 +14,7 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.errors import ConfigError, one_line
 from transferd.observability.concerns import concerns
 from transferd.observability.figures import shown
-from transferd.observability.report import ActReport, EngineReport, RankReport, Report, StorageReport
+from transferd.observability.report import ActReport, EngineReport, RankReport, Report, StorageReport, WhatIfReport
 from transferd.observability.units import bar, count, share, size, span
 
 MOST_CONCERNS = 6
@@ -174,6 +174,17 @@ def _filled(nbytes: int, capacity: int) -> str:
     return f"{size(nbytes)} of {size(capacity)}, {share(nbytes, capacity)}" if capacity else size(nbytes)
 
 
+def what_if(rows: Iterable[WhatIfReport]) -> list[str]:
+    """A line for each level: the share of hits with other sizes of it."""
+    levels: dict[str, list[WhatIfReport]] = {}
+    for row in rows:
+        levels.setdefault(row.level, []).append(row)
+    return [
+        f"{one_line(name)}: hits " + ", ".join(f"{100 * one.hit_share:.0f} % with {one.times:g} x" for one in each)
+        for name, each in levels.items()
+    ]
+
+
 def _kept(storage: StorageReport) -> list[str]:
     """What is pinned, kept for engines and not admitted: a line each, if there is any."""
     lines = []
@@ -207,6 +218,8 @@ def _tiers(report: Report, width: int) -> RenderableType:
     if not storage.levels:
         table.add_row("storage", "", "none")
     table.add_row("", "", hits(report))
+    for number, line in enumerate(what_if(report.what_if)):
+        table.add_row("" if number else "what if", "", Text(line))
     for line in _kept(storage):
         table.add_row("", "", Text(line))
     for number, act in enumerate(report.acts[:MOST_ACTS]):

@@ -124,6 +124,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     @on_new_boot.setter
     def on_new_boot(self, hear: Callable[[], object] | None) -> None:
         self._attached.on_new_boot = hear
+        self._conversation.returns = hear is not None
 
     @property
     def boot_id(self) -> str:

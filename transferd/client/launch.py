@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from transferd.config.toml import to_toml
-from transferd.errors import TransferError
+from transferd.errors import ConnectTimeout, TransferError
 from transferd.runtime.address import socket_path
 
 START_TIMEOUT_S = 60.0
@@ -75,9 +75,7 @@ class DaemonProcess:
 
     def stop(self, timeout: float = STOP_TIMEOUT_S) -> int:
         """Send SIGTERM and return the exit code. Kills a process that does not stop in time; raises TimeoutExpired."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()  # it stops as on SIGTERM; a second signal would shorten its shutdown
-        elif self.process.poll() is None:
+        if self.process.poll() is None:
             self.process.terminate()
         try:
             code = self.process.wait(timeout)
@@ -93,15 +91,15 @@ def spawn(
     directory: Path,
     *,
     name: str = "daemon",
-    tied: bool | int = False,
+    until: int | None = None,
     prefix: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> DaemonProcess:
     """Start a daemon with this configuration, which names its endpoint; it does not answer yet.
 
     directory: for NAME.toml and NAME.log, to which the daemon appends.
-    tied: the daemon ends with this process, however that ends, or when this descriptor reads its end. It leads a
-        session of its own: a signal to our group is not for it.
+    until: the daemon stops, as on SIGTERM, when this descriptor reads its end. It leads a session of its own: a signal
+        to our group is not for it.
     prefix: a command to put in front, such as `nsenter …`; it must exec the rest in its own process.
     environment: default this process's.
     Raises OSError.
@@ -110,15 +108,14 @@ def spawn(
     config_file, log_file = directory / f"{name}.toml", directory / f"{name}.log"
     config_file.write_text(to_toml(sections), encoding="utf-8")
     command = [*prefix, sys.executable, "-m", "transferd", "serve", "--config", str(config_file)]
-    stdin = {False: subprocess.DEVNULL, True: subprocess.PIPE}[tied] if isinstance(tied, bool) else tied
     with log_file.open("ab") as log:
         process = subprocess.Popen(
-            command if tied is False else [*command, "--until-stdin-ends"],
-            stdin=stdin,  # never written to
+            command if until is None else [*command, "--until-stdin-ends"],
+            stdin=subprocess.DEVNULL if until is None else until,
             stdout=log,
             stderr=log,
             env={**(os.environ if environment is None else environment), "PYTHONUNBUFFERED": "1"},
-            start_new_session=tied is not False,
+            start_new_session=until is not None,
         )
     named = sections["server"]["endpoint"]
     endpoint = str(named[0] if isinstance(named, list) else named)  # we ask at the first of several
@@ -175,7 +172,6 @@ def running(
 def _await_ready(daemon: DaemonProcess, *, engine: bool) -> None:
     """Wait until the daemon serves the engine of [cache] or, without one, answers."""
     from transferd.client.sync_client import SyncClient
-    from transferd.errors import ConnectTimeout
 
     give_up = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < give_up and daemon.process.poll() is None:

@@ -94,6 +94,7 @@ class Conversation:
         self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
         self.renewed: Callable[[], object] = lambda: None
+        self.returns = False  # whether the engine hears of a new daemon, and attaches its memory there
         self.settling = Settling(self)
         self.served = Served()
         self._heart = Heartbeat()
@@ -536,7 +537,7 @@ class Conversation:
         self._transport.send(wire.encode_request(self._seq, self.counts.said(self._seq, self.hello())))
 
     def hello(self) -> wire.Hello:
-        return self.weights.said(wire.Hello(self.engine, self.token))
+        return self.weights.said(wire.Hello(self.engine, self.token, returns=self.returns))
 
     def _beat_in(self, delay: float) -> None:
         if self._beat_timer is not None:

@@ -145,7 +145,7 @@ class StoreCalls(Calls):
         `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
 
         places: also ask where the blocks lie, so that this process may read their files while they are pinned. Only a
-        client of the daemon's user, of an engine of one rank, is told.
+        client of the daemon's user, of an engine of one rank, is told. Such a pin ends with the daemon.
         """
         asked = wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True, places=places)
         answer = await self._ask(asked, PURGE_TIMEOUT_S)

@@ -44,13 +44,18 @@ class Asked(NamedTuple):
 
 
 class Acts:
-    """One for the daemon. now: monotonic seconds. reload_refused: why the last reload was refused; "" after another."""
+    """One for the daemon. now: monotonic seconds.
+
+    reload_refused: why the last reload was refused; "" after another.
+    would_not_start: returns why the daemon would not start with the configuration as it is on disk; "" if it would.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._kept: deque[tuple[float, ActReport]] = deque(maxlen=KEPT)
         self._asked: dict[tuple[bytes, int], Asked] = {}
         self.reload_refused = ""
+        self.would_not_start: Callable[[], str] = str
 
     def asked(self, peer: bytes, seq: int, client: KnownClient, body: Any) -> None:
         """Remember who has asked for this, if it is an act, until it is answered."""
@@ -60,10 +65,8 @@ class Acts:
         fields = {name: value for name, value in msgspec.structs.asdict(body).items() if name not in UNSAID}
         wanted = {name: len(value) if isinstance(value, list) else value for name, value in fields.items()}
         wanted = {name: value for name, value in wanted.items() if value not in (None, "")}
-        who = client.credentials
-        uid, pid = (None, None) if who is None else (who.uid, who.pid)
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what, words, client.engine_name, uid, pid, peer.decode(), 0.0)
+        report = ActReport(what, words, client.engine_name, *client.who, peer.decode(), 0.0)
         self._asked[peer, seq] = Asked(what, wanted, report)
 
     def answered(self, peer: bytes, seq: int, value: Any = None, *, refused: bool = False) -> None:

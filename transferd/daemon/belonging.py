@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import os
 
+from transferd.errors import RequestError
 from transferd.tasks import ErrorInfo
 
 NOT_THIS_ENGINE = "not_this_engine"
@@ -41,6 +42,12 @@ def refusal(name: str, token: str, owner: int | None, shown: str, uid: int | Non
     said = f"shows the token of registration {digest(shown)}" if shown else "shows no token"
     what = f"the engine {name!r} is another one: it is registration {digest(token)}, and this client {said}"
     return ErrorInfo(NOT_THIS_ENGINE, f"{what}; pass the token that `register` returned, or take another name")
+
+
+def check_operator(uid: int | None, what: str) -> None:
+    """Raise RequestError unless this is the daemon's user or root. what: what only they may do."""
+    if not is_operator(uid):
+        raise RequestError(f"only the daemon's user and root may {what}", code="not_yours")
 
 
 def may_control(owner: int | None, uid: int | None) -> bool:

@@ -42,6 +42,7 @@ class KnownClient:
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
     ended: ErrorInfo | None = None  # how the registration ended whose token its Hello shows
     generation: str | None = None  # from its Hello: its engine's generation; None without one
+    returns: bool | None = None  # from its Hello: whether it hears of a new daemon, and attaches its memory there
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Task[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
@@ -57,9 +58,14 @@ class KnownClient:
         return None if self.connection is None else self.connection.credentials
 
     @property
+    def who(self) -> tuple[int | None, int | None]:
+        """The user id and process that are connected; None and None on tcp."""
+        return (None, None) if self.credentials is None else (self.credentials.uid, self.credentials.pid)
+
+    @property
     def uid(self) -> int | None:
         """The user id of the connected process; None on tcp."""
-        return None if self.credentials is None else self.credentials.uid
+        return self.who[0]
 
 
 class Clients:
@@ -119,6 +125,14 @@ class Clients:
         each = (self._peers.get(peer) for peer in peers)
         came = (client.came_at for client in each if client is not None and (client.holds or client.turned_away))
         return min(came, default=None)
+
+    def return_to(self, peers: Iterable[bytes]) -> bool | None:
+        """Whether these clients find the way to a new daemon by themselves; None if they do not say, or there are none.
+
+        Each that has registered an engine, offered, attached or pushed must.
+        """
+        said = [one.returns for peer in peers if (one := self._peers.get(peer)) is not None and one.holds]
+        return False if False in said else True if True in said else None
 
     async def gone(self, session: int, *, but: bytes) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""
@@ -182,7 +196,7 @@ class Clients:
                 continue
             if len(rows) == limit:
                 break
-            uid, pid = (None, None) if (user := client.credentials) is None else (user.uid, user.pid)
+            uid, pid = client.who
             row = {"client": peer.decode(), "engine": client.engine_name, "peer": self.where(peer)}
             times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
             rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times)

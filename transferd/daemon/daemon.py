@@ -29,6 +29,7 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
+from transferd.daemon.traffic import Traffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
@@ -94,6 +95,7 @@ class Daemon:
         windows = Windows(clock)
         observers = [metrics.ended, windows.ended, *([] if self.traces is None else [self.traces.ended])]
         self.tasks = TaskLog(clock, observers, [metrics.left])
+        admission = second_use(config.storage, clock.monotonic)
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -106,7 +108,8 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
-            admission=second_use(config.storage, clock.monotonic),
+            traffic=Traffic(self.storage, clock, admission),
+            admission=admission,
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)

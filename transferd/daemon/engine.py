@@ -19,7 +19,7 @@ from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
 from transferd.config import DEFAULT_ENGINE, Config
 from transferd.config.generation import generation_of
-from transferd.config.ownership import creator
+from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
@@ -34,6 +34,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
+from transferd.daemon.traffic import Traffic
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import RankReport
@@ -74,6 +75,9 @@ class Speakers(Protocol):
     def in_need_since(self, peers: Iterable[bytes]) -> float | None:
         """When the first of these clients that needs its engine's memory came; None if none needs it."""
 
+    def return_to(self, peers: Iterable[bytes]) -> bool | None:
+        """Whether these clients find the way to a new daemon by themselves; None if they do not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -89,6 +93,7 @@ class Shared:
     events: EventSockets | None  # the sockets of KV events
     departures: Departures
     tasks: TaskLog  # gets every answered task
+    traffic: Traffic  # gets every look-up and answered task
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
@@ -98,10 +103,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registrant:
-    """A client's registration, and the user id of the client; None on tcp."""
+    """A client's registration, and the user id and process of the client; None on tcp."""
 
     asked: wire.Register
     uid: int | None
+    pid: int | None
 
 
 class HostedEngine:
@@ -157,6 +163,7 @@ class HostedEngine:
             only_flush=self.only_flush,
             sockets=shared.events,
             departures=shared.departures,
+            engine=name,
         )
         self.coordinator = Coordinator(
             self.dispatcher,
@@ -179,7 +186,7 @@ class HostedEngine:
             tokens=self.tokens,
             owner=self.owner,
             pieces=self._shared.pieces,
-            looked_up=functools.partial(self._shared.tasks.looked_up, self.name),
+            looked_up=self._looked_up,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -231,6 +238,7 @@ class HostedEngine:
             later=True,
         )
         staging.memory.rank = object_rank = config.geometry.first_rank + rank
+        staging.memory.lender = (self.registration and self.registration.pid) or self.name, object_rank
         context = RankContext(
             rank=rank,
             layout=layout,
@@ -288,6 +296,8 @@ class HostedEngine:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)
         await self.cache.open()
+        if self.kv_events is not None:
+            self.kv_events.storage_opened()
 
     @property
     def block_size(self) -> int:
@@ -344,6 +354,26 @@ class HostedEngine:
             return ranks, None
         return ranks, self._shared.clock.monotonic() - max(came, since)
 
+    def _looked_up(self, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
+        self._shared.tasks.looked_up(self.name, blocks, found)
+        if keys:
+            self._shared.traffic.looked_up(self, keys, missing)
+
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
+        tasks = self._shared.tasks
+        self._shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
+        tasks.ended(self.name, task, result, ran)
+
+    @property
+    def returns(self) -> bool | None:
+        """Whether it comes back by itself after a restart of the daemon; None if its clients do not say.
+
+        Clients register and offer their memory again by themselves; whoever has attached memory must attach it anew.
+        """
+        if self.cache.creator is Creator.ENGINE:
+            return True if self.holders else None if self.registration is None else False
+        return self._shared.clients.return_to(self.clients)
+
     def ranks(self) -> list[RankReport]:
         """Its ranks as a report has them."""
         queued = {name: lane["queued"] for name, lane in self.dispatcher.statistics().lanes.items()}
@@ -377,7 +407,7 @@ class HostedEngine:
             self.renamed(self, before)
 
         deliver, progressed = shared.clients.deliver, shared.clients.progressed
-        ended = functools.partial(shared.tasks.ended, self.name)
+        ended = self._ended
         if events is None:
             return Listeners(deliver, ended, lambda _: None, renamed, epoch_began, progressed)
 

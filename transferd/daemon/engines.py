@@ -101,7 +101,7 @@ class Engines:
     host: the memory of engines that register.
     holdings: the objects of engines in storage.
     prefetches: the prefetches of all engines.
-    admission: chooses which blocks are stored.
+    admission: chooses which blocks are stored. traffic: what engines look up and store.
     acts: what operators and engines have ordered.
     closed: the daemon stops, and no engine may register any more.
     """
@@ -126,7 +126,7 @@ class Engines:
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
         self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
-        self.admission = shared.admission
+        self.admission, self.traffic = shared.admission, shared.traffic
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
@@ -182,7 +182,7 @@ class Engines:
             # A client that holds the engine has shown its token. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
             if engine.registration is not None:
-                uid, shown = self.uid_of(peer), engine.token if holds else known
+                uid, shown = client.uid, engine.token if holds else known
                 client.refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
                 engine = engine if client.refused is None or may_control(engine.uid, uid) else None
             if engine is not None and client.refused is None and not holds:
@@ -193,6 +193,7 @@ class Engines:
             self._bind(peer, client, engine)
         client.engine_name, client.belongs = name, belongs
         client.generation = said.generation if belongs else None
+        client.returns = said.returns
         if engine is not None:
             engine.heard.set()
 
@@ -317,11 +318,6 @@ class Engines:
         each = [self._clients.get(other) for other in engine.clients if other != peer]
         return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
 
-    def uid_of(self, peer: bytes) -> int | None:
-        """The user id of the connected process; None on tcp."""
-        client = self._clients.get(peer)
-        return None if client is None else client.uid
-
     # --- registration -------------------------------------------------------------------------------
 
     async def register(self, peer: bytes, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
@@ -330,9 +326,9 @@ class Engines:
         Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
         bad_value, …), TierError.
         """
-        self._check_visible(peer)
+        _check_visible(client.uid)
         await self.opened.wait()
-        name, uid = client.engine_name or DEFAULT_ENGINE, self.uid_of(peer)
+        name, uid = client.engine_name or DEFAULT_ENGINE, client.uid
         ended = self._ended.get(digest(asked.token))
         if ended is not None and ended.code == UNREGISTERED:
             raise RequestError(f"{ended.message}; register it with a new token", code=UNREGISTERED)
@@ -353,7 +349,7 @@ class Engines:
                 return {"epoch": there.cache.epoch, "registered": there.first_epoch}
             raise RequestError(self.absent(client), code="not_yours")
         else:
-            building = self._begun(name, uid, asked)
+            building = self._begun(name, client, asked)
         assert building is not None
         engine = await self._built(building)
         if self._by_name.get(name) is engine:
@@ -371,16 +367,16 @@ class Engines:
         self._check_same(there.name, before, asked)
         return True
 
-    def _begun(self, name: str, uid: int | None, asked: wire.Register) -> Building:
+    def _begun(self, name: str, client: KnownClient, asked: wire.Register) -> Building:
         """Begin to create an engine. Raises RequestError."""
-        self._check_room(name, uid)
+        self._check_room(name, client.uid)
         share = self.holdings.share_of(asked.storage_share)
         for what, kind in ((asked.generation, names.GENERATION), (asked.model, names.SHOWN_MODEL)):
             if problem := kind.wrong(what):
                 raise RequestError(f"{problem}, not {what[:80]!r}", code="bad_value")
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config, registrant = self._configured(asked, uid), Registrant(asked, uid)
+        config, registrant = self._configured(asked, client.uid), Registrant(asked, *client.who)
         task = asyncio.get_running_loop().create_task(self._build(name, config, registrant, share))
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -435,13 +431,6 @@ class Engines:
         which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
         log.info("engine registered", engine=name, ranks=len(engine.workers), **which)
         return engine
-
-    def _check_visible(self, peer: bytes) -> None:
-        """Raise RequestError for a client with a uid that several users share: its engine could not be protected."""
-        if hidden(uid := self.uid_of(peer)):
-            what = f"the daemon sees your user as {uid}, like every user that its user namespace does not map"
-            remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"
-            raise RequestError(f"{what}, so you cannot own an engine; {remedy}", code="user_hidden")
 
     def _check_same(self, name: str, before: wire.Register, asked: wire.Register) -> None:
         if asked != before:
@@ -538,6 +527,7 @@ class Engines:
             self.holdings.left(engine)
             self.departed.take(engine)
             self._shared.tasks.left(engine.name)
+            self._shared.traffic.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:
@@ -584,3 +574,11 @@ def _planned(config: Config) -> EnginePlan:
         what = f"{cache.ranks} ranks of {cache.device_blocks} blocks have {nbytes} bytes, this machine {memory}"
         raise RequestError(f"{what}: register fewer blocks, layers or ranks", code="no_room")
     return plan
+
+
+def _check_visible(uid: int | None) -> None:
+    """Raise RequestError for a uid that several users share: a client's engine could not be protected."""
+    if hidden(uid):
+        what = f"the daemon sees your user as {uid}, like every user that its user namespace does not map"
+        remedy = "use one user namespace for daemon and engine (PrivateUsers=no in the unit; containers: --userns)"
+        raise RequestError(f"{what}, so you cannot own an engine; {remedy}", code="user_hidden")

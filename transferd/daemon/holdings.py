@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from transferd.config import Config
-from transferd.daemon.belonging import is_operator
+from transferd.daemon.belonging import check_operator, is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.lookup import MAX_MATCH_KEYS
-from transferd.errors import RequestError
+from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
 from transferd.storage.keeping import Keeper, PinState
@@ -28,7 +28,13 @@ from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
-from transferd.wire.answers import BlockPlaces, Purged
+from transferd.wire.answers import AtRestart, BlockPlaces, Purged
+
+
+class Lease(NamedTuple):
+    """The owner of an engine's pins with places: these end with the daemon, so no disk has to know them."""
+
+    owner: EngineOwner
 
 
 class Holdings:
@@ -37,6 +43,7 @@ class Holdings:
     def __init__(self, config: Config, storage: Storage | None) -> None:
         self._storage = storage
         self._backend = config.storage.title
+        self._stop_copies_s = config.storage.drain_at_stop
         self._most_share = config.engines.storage_share
         self._pin_share = config.engines.pin_share
         self._by_schema = config.storage.key_schema == "transferd"
@@ -117,13 +124,15 @@ class Holdings:
         blocks = self._blocks(engine, asked.keys, generation)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
-        held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        owner = Lease(engine.owner) if asked.places else engine.owner
+        held = await keeper.pin(owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
-        answer = {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
+        durable = 0 if asked.places else each.count(PinState.DURABLE)
+        answer = {"pinned": pinned, "durable": durable, "reachable": _reachable(depths)}
         if not asked.places or uid != os.geteuid() or len(engine.workers) != 1 or not self._by_schema:
             return answer
         return answer | {"places": self._places(engine, blocks, generation)}
@@ -140,7 +149,9 @@ class Holdings:
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
-        await keeper.unpin(engine.owner, None if blocks is None else [name for names in blocks for name in names])
+        names = None if blocks is None else [name for names in blocks for name in names]
+        for owner in (engine.owner, Lease(engine.owner)):
+            await keeper.unpin(owner, names)
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
         if len(keys) > MAX_MATCH_KEYS:
@@ -194,8 +205,7 @@ class Holdings:
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
-        if not is_operator(client.uid):
-            raise RequestError("only the daemon's user and root may change the levels of storage", code="not_yours")
+        check_operator(client.uid, "change the levels of storage")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         levels = self._storage.levels
@@ -205,10 +215,21 @@ class Holdings:
             raise RequestError(f"{what} (storage.levels)", code="unknown_level")
         return msgspec.structs.asdict(await levels.change(asked.level, leaves=asked.leaves))
 
+    async def restart_check(self, client: KnownClient, would_not_start: Callable[[], str]) -> dict[str, Any]:
+        """An AtRestart as plain data. It asks every level, so it needs a right. Raises RequestError."""
+        check_operator(client.uid, "ask what a restart loses")
+        objects, nbytes, unknown = 0, 0, ""
+        try:
+            if self._storage is not None:
+                objects, nbytes = await self._storage.only_here()
+        except TransferError as error:
+            unknown = str(error)
+        lost = AtRestart(objects, nbytes, unknown, self._stop_copies_s, would_not_start())
+        return msgspec.structs.asdict(lost)
+
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
         """Make copies in other nodes of a pool. It needs a right, because the copies take other nodes' room."""
-        if not is_operator(client.uid):
-            raise RequestError("only the daemon's user and root may have a pool's objects copied", code="not_yours")
+        check_operator(client.uid, "have a pool's objects copied")
         if self._storage is None:
             raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
         pool = self._storage.pool
@@ -219,7 +240,7 @@ class Holdings:
 
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """The owners of the objects that the client means; None for all owners. Raises RequestError."""
-        uid = None if client.credentials is None else client.credentials.uid
+        uid = client.uid
         if not engine:
             if is_operator(uid):
                 return None
@@ -234,6 +255,15 @@ class Holdings:
         mine = [owner for owner in owners if self._has_right(client, uid, owner)]
         if not mine:
             self._check_right(client, uid, owners[0])
+        return mine
+
+    def open_to(self, client: KnownClient, engine: str = "") -> list[str]:
+        """The engines, or the one of this name, whose stored blocks this client may ask for. Raises RequestError."""
+        owners = [owner for owner in self._engines if engine in ("", owner.engine)]
+        mine = [owner.engine for owner in owners if self._has_right(client, client.uid, owner)]
+        if owners and not mine:
+            what = "only the engine's user, the daemon's user and root may ask what it has stored"
+            raise RequestError(what, code="not_yours")
         return mine
 
     def _called(self, engine: str) -> Iterator[EngineOwner]:
@@ -261,9 +291,7 @@ class Holdings:
 
 
 def _by(client: KnownClient, engine: str) -> By:
-    who = client.credentials
-    uid, pid = (None, None) if who is None else (who.uid, who.pid)
-    return By(uid, pid, engine or ("" if client.engine is None else client.engine.owner.engine))
+    return By(*client.who, engine or ("" if client.engine is None else client.engine.owner.engine))
 
 
 def _reachable(depths: Sequence[int | None]) -> int:

@@ -76,10 +76,9 @@ class Liveness:
 
         If all places are taken, the user with most of them gives his newest to a user who has fewer.
         """
-        credentials = self._clients[client].credentials
-        if credentials is None or not credentials.pid or client in self._pid_of:
+        uid, pid = self._clients[client].who
+        if uid is None or not pid or client in self._pid_of:
             return
-        pid, uid = credentials.pid, credentials.uid
         if pid not in self._processes:
             if len(self._processes) >= MOST_PROCESSES:
                 if not (crowd := self._places.taken_by_another(uid)):

@@ -26,6 +26,8 @@ PIECE = 2048  # keys: about 2 ms of the event loop. So many are looked up at onc
 KEY_BYTES = 64  # memory of a key besides its text
 MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks than any sequence has
 
+LookedUp = Callable[[int, int, Sequence[str], int | None], None]
+
 
 class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
@@ -35,7 +37,8 @@ class Lookup:
     tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     pieces: the turns of all engines' long look-ups.
-    looked_up: called with the blocks of each look-up, and how many of them could be loaded.
+    looked_up: called with the number of blocks of each look-up, how many of them could be loaded, their keys (none of
+        token-indexed storage), and the position of the first one that could not.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Lookup:
         index: Callable[[], TokenIndex | None],
         owner: Hashable = None,
         pieces: OneATurn | None = None,
-        looked_up: Callable[[int, int], None] = lambda blocks, found: None,  # noqa: ARG005 - nobody counts
+        looked_up: LookedUp = lambda blocks, found, keys, missing: None,  # noqa: ARG005 - nobody counts
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -67,7 +70,7 @@ class Lookup:
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
         found = leading(await self._exists(keys, use=True))
-        self._looked_up(len(keys), found)
+        self._looked_up(len(keys), found, keys, found if found < len(keys) else None)
         return found
 
     async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
@@ -77,7 +80,7 @@ class Lookup:
         """
         found = await self._exists(keys, use=use)
         if use:
-            self._looked_up(len(keys), sum(found))
+            self._looked_up(len(keys), sum(found), keys, None if all(found) else found.index(False))
         return found
 
     async def _exists(self, keys: Sequence[str], *, use: bool) -> list[bool]:
@@ -144,7 +147,7 @@ class Lookup:
         if self._cache.missing:
             return 0
         found = await self._tokens.match(path, start, self._dispatcher.generation, salt)
-        self._looked_up(blocks - start, found)
+        self._looked_up(blocks - start, found, (), None)
         return found
 
     def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:

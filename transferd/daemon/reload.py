@@ -9,6 +9,7 @@ import structlog
 from transferd.config import Config, to_tree
 from transferd.config.loading import leaves, takes_effect
 from transferd.daemon.daemon import Daemon
+from transferd.daemon.preflight import build, examine
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError
 from transferd.observability import logs
@@ -31,6 +32,7 @@ class Reloader:
         self._read = read
         self._running = dict(leaves(to_tree(daemon.config)))  # the settings in effect
         self._needs_restart: list[str] = []
+        daemon.engines.acts.would_not_start = self.would_not_start
         self.serving = False  # whether READY=1 was sent: only then may we notify the supervisor of reloads
 
     def __call__(self) -> None:
@@ -50,6 +52,16 @@ class Reloader:
             self._apply(config, added, revoked)
         if self.serving:
             self._notifier.notify("READY=1", f"STATUS={self.status()}")
+
+    def would_not_start(self) -> str:
+        """Why the daemon would not start with the configuration as it is on disk now; "" if it would."""
+        try:
+            if self._read is not None:
+                config = self._read()
+                examine(config, build(config))
+        except ConfigError as error:
+            return str(error)
+        return ""
 
     def _apply(self, config: Config, added: int, revoked: int) -> None:
         logs.set_level(config.log.level)

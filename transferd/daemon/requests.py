@@ -15,6 +15,7 @@ import msgspec
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
+from transferd.daemon.belonging import check_operator
 from transferd.daemon.clients import Clients
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
@@ -125,8 +126,7 @@ class Requests:
     def offer(self, peer: bytes, offer: wire.Offer) -> Begin:
         self._liveness.watch_process(peer)
         client, data = self._clients[peer], _handle_data(offer)
-        who = client.credentials  # from the kernel, because an offer could name another process
-        data[PEER] = (None, None) if who is None else (who.uid, who.pid)
+        data[PEER] = client.who  # from the kernel, because an offer could name another process
         token, connection = data.pop(PASSED, None), client.connection
 
         async def offered() -> str | None:
@@ -180,6 +180,14 @@ class Requests:
     def make_copies(self, peer: bytes, asked: wire.MakeCopies) -> Begin:
         return lambda: self._engines.holdings.make_copies(self._clients[peer], asked)
 
+    def restart_check(self, peer: bytes, _: wire.RestartCheck) -> Begin:
+        engines = self._engines
+        return lambda: engines.holdings.restart_check(self._clients[peer], engines.acts.would_not_start)
+
+    def record(self, peer: bytes, record: wire.Record) -> dict[str, Any]:
+        check_operator(self._clients[peer].uid, "record what engines look up")
+        return self._engines.traffic.trace.read(record.after)
+
     # --- reports ------------------------------------------------------------------------------------
 
     def stats(self, _peer: bytes, _: wire.Stats) -> Any:
@@ -187,6 +195,10 @@ class Requests:
 
     def explain(self, peer: bytes, explain: wire.Explain) -> dict[str, Any]:
         return self._story(explain.task_id, explain.engine, self._clients[peer].engine_name)
+
+    def why(self, peer: bytes, why: wire.Why) -> list[dict[str, Any]]:
+        may_ask = self._engines.holdings.open_to(self._clients[peer], why.engine)
+        return self._engines.traffic.key(why.key, may_ask)
 
     def tasks(self, _peer: bytes, tasks: wire.ListTasks) -> list[dict[str, Any]]:
         return self._listing.tasks(tasks.which, tasks.limit, tasks.engine)

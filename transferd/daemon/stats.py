@@ -67,7 +67,7 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
     all_tasks = list(each.values())
     ranks = {engine: engine.ranks() for engine in engines}
     kinds = {engine: of_engine(ranks[engine]) for engine in engines}
-    server, lines = parts.server(), logs.statistics()
+    server, lines, storage = parts.server(), logs.statistics(), _storage(parts)
     return Report(
         version=VERSION,
         host_name=socket.gethostname(),
@@ -96,13 +96,14 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
         degraded=[reason for engine in engines for reason in _degraded(engine)],
         staging=_staging(engines),
         memory=_memory(parts, each),
-        storage=_storage(parts),
+        storage=storage,
+        what_if=parts.engines.traffic.what_if(storage.levels),
         pd=rows.PdReport() if parts.peers is None else rows.PdReport(mode="direct", **parts.peers.statistics()),
         events=_events(parts.events, engines),
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
-        engines={e.name: _engine(e, each[e], parts.windows, kinds[e], log) for e in parts.engines},
+        engines={e.name: _engine(e, each[e], parts, kinds[e], log, storage) for e in parts.engines},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         acts=parts.engines.acts.report(),
         reload_refused=parts.engines.acts.reload_refused,
@@ -148,9 +149,14 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
 
 
 def _engine(
-    engine: HostedEngine, dispatch: DispatchStatistics, windows: Windows, kinds: Kinds, log: TaskLog
+    engine: HostedEngine,
+    dispatch: DispatchStatistics,
+    parts: Parts,
+    kinds: Kinds,
+    log: TaskLog,
+    storage: rows.StorageReport,
 ) -> rows.EngineReport:
-    cache = engine.cache.statistics()
+    cache, traffic = engine.cache.statistics(), parts.engines.traffic
     unattached, unattached_s = engine.unattached()
     return rows.EngineReport(
         ready=engine.coordinator.ready,
@@ -162,6 +168,7 @@ def _engine(
         first_rank=engine.config.geometry.first_rank,
         dp_rank=engine.config.events.dp_rank,
         clients=len(engine.clients),
+        returns=engine.returns,
         model=engine.config.storage.model,
         generation=engine.dispatcher.generation,
         fingerprint=_fingerprint(engine),
@@ -179,13 +186,15 @@ def _engine(
         rejects=dispatch.rejects,
         hits=log.found[engine.name],
         misses=log.missing[engine.name],
+        missed_for=traffic.missed_for(engine.name),
+        what_if=traffic.what_if(storage.levels, engine.name),
         bytes=sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
         block_bytes=engine.layout.block_bytes,
         device_blocks=engine.layout.device_blocks,
         host_blocks=engine.layout.host_blocks,
         host_bytes=engine.nbytes,
-        lanes=_lately(windows, kinds, engine.name),
-        totals=_total(windows, kinds, engine.name),
+        lanes=_lately(parts.windows, kinds, engine.name),
+        totals=_total(parts.windows, kinds, engine.name),
     )
 
 

@@ -20,7 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 
 from transferd.observability.concerns import CONCERNS
-from transferd.observability.report import Figure, Report, ReportSection, Sections
+from transferd.observability.figure import Figure, Sections
+from transferd.observability.report import Report, ReportSection
 
 BREAKER_STATES = ("closed", "open", "half_open")
 KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}

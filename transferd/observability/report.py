@@ -10,14 +10,14 @@ UNSET is absent from the plain data where it does not apply.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.observability.figure import Count, Gauge, Sections
 from transferd.runtime.compat import convert
 from transferd.tasks import NOT_STORED, Status
 
@@ -31,40 +31,17 @@ REJECTS = (
 )
 ERRORS = ("storage_full", "expired")
 EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
+# Why the first missing block of a look-up was not there: it has left its last level, or was never in one.
+MISSED_FOR = (
+    *("never_stored", "evicted", "purged", "damaged", "gone"),
+    *("other_identity", "level_out", "not_admitted", "incomplete"),
+)
 EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
 NO_BACKEND = "none"
 
 
-class Figure(NamedTuple):
-    """A field that is a metric as well. `metrics.py` reads these, and docs/metrics.md is made of them.
-
-    name: the metric's, after the beginning that its section gives (Sections); "": the field's own.
-    label: that of the keys of a map, or of the places in a list. zero: keys that are always there.
-    none: the value in place of null; without it the metric is absent then.
-    """
-
-    kind: Literal["gauge", "counter"]
-    help: str
-    name: str = ""
-    label: str = ""
-    zero: Collection[str] = ()
-    none: float | None = None
-
-
-Gauge, Count = partial(Figure, "gauge"), partial(Figure, "counter")
 Counts = dict[str, int]
 UNATTACHED = Gauge("seconds for which a client has needed memory that is not attached", "unattached_seconds", none=0.0)
-
-
-class Sections(NamedTuple):
-    """A field with a section, or with several: how its metrics' names begin, and their labels with their attributes.
-
-    "" is the key in a map. The labels of a section around it come first, unless it is `apart`.
-    """
-
-    begins: str
-    labels: Mapping[str, str] = {}
-    apart: bool = False
 
 
 class ReportSection(msgspec.Struct, kw_only=True):
@@ -305,6 +282,10 @@ class LevelReport(StoreFigures):
     lost_for: dict[str, int] = {}  # the same by reason
     slow_calls: Annotated[int, Count("calls that took much longer than others of this level")] = 0
     hanging: Annotated[int, Gauge("of these, those that have not ended")] = 0
+    load_p99_s: Annotated[float | None, Gauge("that 99 of 100 of its last loads took, a MiB", "load_p99_seconds")] = (
+        None
+    )
+    store_p99_s: Annotated[float | None, Gauge("the same of its last stores", "store_p99_seconds")] = None
     refuses: str = ""  # why it takes no copies now
     state: str = "used"  # used, draining (`transferd level drain`), drained
     draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
@@ -402,6 +383,15 @@ class ServerReport(ReportSection):
     ] = {}
 
 
+class WhatIfReport(ReportSection):
+    """How many of the blocks looked up lately a level would have with another size, from a sample of the keys."""
+
+    level: str = ""  # as in storage.levels
+    times: float = 1.0  # its size, in times of what it has
+    capacity: int = 0  # bytes
+    hit_share: Annotated[float, Gauge("share of blocks that a level so many times as large would have")] = 0.0
+
+
 class LayoutReport(ReportSection):
     """The blocks of the engine of [cache]; empty without one."""
 
@@ -434,6 +424,7 @@ class EngineReport(ReportSection):
     first_rank: int = 0  # of these within a group of several nodes
     dp_rank: int = 0  # in its KV events
     clients: Annotated[int, Gauge("clients that speak for it")] = 0
+    returns: bool | None = None  # whether it comes back by itself after a restart; null if its clients do not say
     model: str = ""  # part of every key
     generation: str = ""  # weight version
     fingerprint: FingerprintReport | str = msgspec.field(default_factory=FingerprintReport)
@@ -451,6 +442,12 @@ class EngineReport(ReportSection):
     rejects: dict[str, int] = {}  # tasks refused, by code
     hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
     misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
+    missed_for: Annotated[
+        Counts, Gauge("its look-ups of the last hour that missed, by why the first block was missing", "", "reason")
+    ] = {}
+    what_if: Annotated[
+        list[WhatIfReport], Sections("engine_what_if_", {"level": "level", "times": "times"})
+    ] = []  # for its look-ups, with other sizes of each level
     bytes: Annotated[int, Count("bytes that its ranks have moved")] = 0
     block_bytes: int = 0  # of one block of one rank
     device_blocks: int = 0  # per rank
@@ -512,6 +509,9 @@ class Report(ReportSection):
     held: list[HoldReport] = []  # the longest first
     hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
     misses: Annotated[int, Count("blocks that look-ups did not find; includes engines that have left")] = 0
+    what_if: Annotated[
+        list[WhatIfReport], Sections("what_if_", {"level": "level", "times": "times"})
+    ] = []  # for all look-ups, with other sizes of each level
     acts: list[ActReport] = []  # the last that were done, the newest first
     reload_refused: str = ""  # why the last reload was refused; empty once one has succeeded
     argument_bytes: int = 0  # of keys, ids and token ids of admitted tasks

@@ -128,6 +128,10 @@ class TaskLog:
         self._asking.add(engine)
         self._count(engine, blocks, found)
 
+    def asks(self, engine: str) -> bool:
+        """Whether this engine has ever looked up."""
+        return engine in self._asking
+
     def _count(self, engine: str, blocks: int, found: int) -> None:
         self.found[engine] += found
         self.missing[engine] += blocks - found

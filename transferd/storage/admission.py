@@ -53,6 +53,10 @@ class SecondUse:
             admitted.append(known)
         return admitted
 
+    def named(self, block: Hashable) -> bool:
+        """Whether a task has tried to store this block within the window."""
+        return hash(block) in self._newer or hash(block) in self._older
+
     def statistics(self) -> dict[str, int]:
         """Counts for the storage's report.
 

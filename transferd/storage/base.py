@@ -34,7 +34,7 @@ import abc
 import asyncio
 import enum
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -129,6 +129,10 @@ Fill = Callable[[int, memoryview, bool], bool]
 should stay in the caches. Returns False if the task has ended; then store nothing."""
 
 
+Noted = Callable[[str, str, Hashable], None]
+"""noted(name, what, whose): an object was stored by, or has left for, this owner. what: STORED … GONE (queues.py)."""
+
+
 Take = Callable[[memoryview], bool]
 """take(data): takes one complete object, wherever it lies. `data` is borrowed for the call. Returns whether it did."""
 
@@ -180,7 +184,7 @@ class _ChosenDrain:
 
 
 class Outcomes(list[Outcome]):
-    """The outcomes of a load whose slots return later than its answer: a level was too slow, and is still reading.
+    """The outcomes of a load whose slots return later than its answer: a storage was too slow, and is still reading.
 
     returned: done when the caller has its slots back.
     """
@@ -188,6 +192,15 @@ class Outcomes(list[Outcome]):
     def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
         super().__init__(outcomes)
         self.returned = returned
+
+    @staticmethod
+    def after(outcomes: list[Outcome], late: Collection[asyncio.Future[Any]]) -> list[Outcome]:
+        """The outcomes of a load whose slots return when all of these have ended."""
+        return Outcomes(outcomes, asyncio.ensure_future(_ended(late))) if late else outcomes
+
+
+async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
+    await asyncio.wait(late)
 
 
 class Index:
@@ -250,6 +263,12 @@ class Index:
 
     def tell_losses(self, lost: Callable[[str], None]) -> None:
         """Call `lost(name)`, in the very step in which an object leaves without having been evicted. At most once."""
+
+    def trace(self, noted: Callable[[str], Noted], place: str) -> None:
+        """Call what `noted(place)` returns for each object that is stored or leaves, in that very step. For people.
+
+        place: the name of the backend or level. A storage that does not know its own objects notes nothing.
+        """
 
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
@@ -341,6 +360,10 @@ class Storage(abc.ABC):
     def pool(self) -> PoolNode | None:
         """Its part in a pool, or None if no other node keeps its objects."""
         return None
+
+    async def only_here(self) -> tuple[int, int]:
+        """Objects and bytes that are in this process's memory and nowhere else. Raises StorageError, RequestError."""
+        return 0, 0
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import Fill, Index, Item, Outcome
+from transferd.storage.base import Fill, Index, Item, Noted, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 from transferd.storage.queues import UNSAVED
 
@@ -129,6 +129,9 @@ class LevelOrder(Index):
 
     def tell_losses(self, lost: Callable[[str], None]) -> None:
         self._index.lost = lost
+
+    def trace(self, noted: Callable[[str], Noted], place: str) -> None:
+        self._index.went = noted(place)
 
     def touch(self, items: Sequence[Item]) -> None:
         for name, _, use, depth in items:

@@ -35,15 +35,23 @@ class CircuitBreaker:
 
     probe: makes a cheap call to the backend. Returns True if it answered; otherwise returns False or raises
         StorageError. It bounds its own time.
+    opens: called each time it opens.
     """
 
-    def __init__(self, name: str, probe: Callable[[], Awaitable[bool]], probe_interval: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        probe: Callable[[], Awaitable[bool]],
+        probe_interval: float,
+        opens: Callable[[], None] = lambda: None,
+    ) -> None:
         self.state = BreakerState.CLOSED
         self.opened = 0  # how often it has opened
         self.reason = ""  # the last failure; empty while closed
         self._name = name
         self._probe = probe
         self._probe_interval = probe_interval
+        self._opens = opens
         self._timer: asyncio.TimerHandle | None = None
         self._probing: asyncio.Task[None] | None = None
         self._over = False
@@ -51,9 +59,13 @@ class CircuitBreaker:
     def check(self) -> None:
         """Raise StorageUnavailable unless closed."""
         if self.state is not BreakerState.CLOSED:
-            raise StorageUnavailable(
-                f"{self._name} does not answer ({self.reason}); calls fail at once until a background probe succeeds"
-            )
+            raise self.refusal()
+
+    def refusal(self) -> StorageUnavailable:
+        """The error of a call while it is not closed."""
+        return StorageUnavailable(
+            f"{self._name} does not answer ({self.reason}); calls fail at once until a background probe succeeds"
+        )
 
     def failed(self, reason: str) -> None:
         """Report that the whole backend did not answer."""
@@ -65,6 +77,7 @@ class CircuitBreaker:
             self.opened += 1
             log.warning("storage does not answer: failing fast until it does", backend=self._name, reason=reason)
             self._probe_later()
+            self._opens()
 
     async def close(self) -> None:
         """Stop probing, and wait until a running probe has ended. For shutdown. Idempotent."""

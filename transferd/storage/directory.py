@@ -3,6 +3,7 @@
     <root>/lock          locked (flock) while a daemon uses the directory; contains its pid, for people
     <root>/objects/      the objects, see paths.py
     <root>/order         their order of use, see journal.py
+    <root>/announced-*   what KV events have announced, see daemon/kv_events/remembered.py
     <root>/quarantine/   the newest few bad objects, and whatever lay in an object's place; outside the capacity
 
 An object is written under a temporary name and renamed when it is complete, so half an object never

@@ -37,6 +37,7 @@ from transferd.storage.base import (
     Found,
     Index,
     Item,
+    Noted,
     Outcome,
     Storage,
     added,
@@ -284,6 +285,10 @@ class Disks(Storage, Index):
     def tell_losses(self, lost: Callable[[str], None]) -> None:
         for disk in self._all:
             disk.tell_losses(lost)
+
+    def trace(self, noted: Callable[[str], Noted], place: str) -> None:
+        for disk in self._all:
+            disk.trace(noted, place)
 
     def touch(self, items: Sequence[Item]) -> None:
         for disk in self._live:

@@ -70,6 +70,10 @@ class DividedLevels(Levels):
         self._behind, self._blocks = behind, blocks
         self.names = behind.names
 
+    @property
+    def out(self) -> list[str]:
+        return self._behind.out
+
     def having(self, name: str) -> int:
         return functools.reduce(operator.and_, map(self._behind.having, self._blocks.objects([name])))
 

@@ -67,6 +67,7 @@ from transferd.storage.batch import (
 from transferd.storage.effects import Effects, Traffic
 from transferd.storage.keeping import IndexKeeper, Keeper, Purging
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
+from transferd.storage.queues import DAMAGED, GONE, PURGED
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
@@ -201,7 +202,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
         self._check_not_closed()
-        return asyncio.shield(self._put_aside([name])) if self._index.forget(name) else answered(None)
+        return asyncio.shield(self._put_aside([name])) if self._index.forget(name, why=DAMAGED) else answered(None)
 
     @property
     def index(self) -> LevelOrder:
@@ -322,7 +323,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             return EXISTS
         if present is not None:  # of another length, so no load could ever use it
             self._counts["wrong_length"] += 1
-            self._index.forget(name)
+            self._index.forget(name, why=DAMAGED)
             self._put_aside([name])
             return [busy[name]]
         if self._index.size(nbytes) > self._index.capacity:
@@ -509,7 +510,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             elif isinstance(answer, StorageError):
                 outcomes[read.position] = self._failed(answer)
             else:  # gone or damaged; `left` unless another call has forgotten it meanwhile
-                left = self._index.forget(read.item.name, read.entry)
+                left = self._index.forget(read.item.name, read.entry, DAMAGED if isinstance(answer, Damaged) else GONE)
                 if left and not isinstance(answer, Damaged):
                     self._counts["gone"] += 1
                     self._missed()
@@ -568,7 +569,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        gone = [Victim(entry.name, entry.nbytes) for entry in entries if self._index.forget(entry.name, entry)]
+        gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
 
     def storing(self) -> list[str]:
@@ -579,8 +580,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
-        most = self._inline_bytes
-        return bool(most) and sum([item.nbytes for item in items]) <= most
+        return bool(self._inline_bytes) and sum([item.nbytes for item in items]) <= self._inline_bytes
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

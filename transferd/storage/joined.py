@@ -40,6 +40,7 @@ from transferd.storage.base import (
     FrontStorage,
     Item,
     Outcome,
+    Outcomes,
     Storage,
     added,
     chosen,
@@ -153,9 +154,12 @@ class SingleFlight:
     ) -> list[Outcome]:
         """A call that follows others, and perhaps leads as well."""
         outcomes: dict[int, Outcome | None] = {}
+        late: list[Future[None]] = []
 
         async def lead() -> None:
             led_outcomes = await self._lead(led, drain, slots)
+            if isinstance(led_outcomes, Outcomes):
+                late.append(led_outcomes.returned)
             outcomes.update(zip((flight.position for flight in led), led_outcomes, strict=True))
 
         async def follow() -> None:
@@ -168,7 +172,9 @@ class SingleFlight:
             own = slots if drain is not None else chosen(slots, again)
             rest = await self.run(chosen(items, again), chosen_drain(drain, again), own)
             outcomes.update(zip(again, rest, strict=True))
-        return [outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None]
+            if isinstance(rest, Outcomes):
+                late.append(rest.returned)
+        return Outcomes.after([outcome for i in range(len(items)) if (outcome := outcomes[i]) is not None], late)
 
     def _board(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]

@@ -51,10 +51,13 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from transferd.storage.chains import Chains
 from transferd.storage.queues import (
+    EVICTED,
     FOUND_AT,
+    GONE,
     PINNED,
     RESTORED,
     SLACK,
+    STORED,
     UNSAVED,
     Account,
     Adopted,
@@ -79,6 +82,8 @@ class LruIndex:
     unit: sizes count in multiples of it; set it before the first object comes.
     left: called with the name of every object that stops being present, in the same step.
     lost: called with the name of every object that was forgotten, and not evicted, in the same step.
+    went: called with the name of each object that is stored or leaves, with what happened to it (storage/base.py) and
+        the owner that has stored it, or for which it was evicted.
     noted: called with the name, the number of its use and the depth of every object that is reserved or used.
     chains: the groups of its uses.
     get: the present object of a name, or None; does not count as a use.
@@ -95,6 +100,7 @@ class LruIndex:
         self.noted: Callable[[str, int, int], None] = lambda _name, _use, _depth: None
         self.left: Callable[[str], None] = lambda _name: None
         self.lost: Callable[[str], None] = lambda _name: None
+        self.went: Callable[[str, str, Hashable], None] = lambda _name, _what, _whose: None
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
@@ -292,7 +298,7 @@ class LruIndex:
         self.used += size
         queue.account.used += size
         self.noted(name, number, depth)
-        return self._evict_all(going)
+        return self._evict_all(going, use)
 
     def _ends_its_own(self, last: Entry, use: Use) -> bool:
         """Whether this object belongs to `use`, and `use` is writing deeper objects."""
@@ -303,10 +309,11 @@ class LruIndex:
         nbytes, use, queue, number, depth = self._came(name)
         entry, group = Entry(name, nbytes), self.chains.group(self.chains.leading(use, name), queue)
         self._add(entry, group, depth)
+        self.went(name, STORED, use.owner)
         if number != group.number:  # other uses came meanwhile
             self.noted(name, group.number, depth)
         if depth >= use.ends_at(self.place):
-            return self._evict_all([entry])
+            return self._evict_all([entry], use)
         if self.holds:
             self.pin(entry, UNSAVED)
         return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
@@ -400,12 +407,12 @@ class LruIndex:
         self._drop_if_empty(queue)
         return mine
 
-    def forget(self, name: str, entry: Entry | None = None) -> bool:
+    def forget(self, name: str, entry: Entry | None = None, why: str = GONE) -> bool:
         """Drop a present object; with `entry`, only if that is still the present one. Returns whether it did."""
         present = self._present.get(name)
         if present is None or (entry is not None and present is not entry):
             return False
-        self._drop_all([present])
+        self._drop_all([present], why)
         self.lost(name)
         return True
 
@@ -425,7 +432,7 @@ class LruIndex:
 
         use, depth: those of the write that needs the room. Without a use, all but pinned objects may be evicted.
         """
-        return self._evict_all(self._next_to_go(nbytes, 0, use, depth))
+        return self._evict_all(self._next_to_go(nbytes, 0, use, depth), use)
 
     def set_bounds(self, capacity: int, most: float = math.inf, *, at_most: int | None = None) -> list[Victim]:
         """Change the bounds. Returns the evicted objects.
@@ -548,15 +555,15 @@ class LruIndex:
             group.tidy()
         return queue
 
-    def _evict_all(self, entries: Sequence[Entry]) -> list[Victim]:
+    def _evict_all(self, entries: Sequence[Entry], use: Use | None = None) -> list[Victim]:
         if not entries:
             return []
         for entry in entries:
             assert entry.group is not None
             entry.group.use.end_at(self.place, entry.depth)
-        return self._drop_all(entries)
+        return self._drop_all(entries, EVICTED, None if use is None else use.owner)
 
-    def _drop_all(self, entries: Iterable[Entry]) -> list[Victim]:
+    def _drop_all(self, entries: Iterable[Entry], why: str, whose: Hashable = None) -> list[Victim]:
         victims = []
         for entry in entries:
             del self._present[entry.name]
@@ -571,6 +578,7 @@ class LruIndex:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))
             self.left(entry.name)
+            self.went(entry.name, why, whose)
         return victims
 
     def __repr__(self) -> str:

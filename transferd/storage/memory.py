@@ -55,6 +55,9 @@ class MemoryStorage(IndexedStorage):
         """Start the threads. Raises NoThreads."""
         self._threads.open()
 
+    async def only_here(self) -> tuple[int, int]:
+        return len(self._index), self._index.bytes
+
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.memory.capacity`."""
         self.set_capacity(storage.memory.capacity)

@@ -17,6 +17,7 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.effects import Traffic
 from transferd.storage.lru import Entry, LruIndex
+from transferd.storage.queues import DAMAGED, GONE
 
 log = structlog.get_logger(__name__)
 
@@ -84,7 +85,7 @@ class PresenceCheck:
         for entry, presence in zip(entries, found, strict=True):
             if entry is None or presence is FileState.THERE or entry.name in self._busy:
                 continue
-            if self._index.forget(entry.name, entry):
+            if self._index.forget(entry.name, entry, GONE if presence is FileState.GONE else DAMAGED):
                 if presence is FileState.GONE:
                     gone += 1
                 else:

@@ -25,6 +25,8 @@ SLACK = 64  # a group's list may hold twice as many entries as the group has liv
 RECENT = 32  # how many of the latest uses a chain may continue
 RESTORED = 0  # the number of the group that comes before every use
 HELD_S = 600.0  # how long the share of an engine that has left is kept
+# What happens to an object in an index, as reports name it.
+STORED, EVICTED, PURGED, DAMAGED, GONE = "stored", "evicted", "purged", "damaged", "gone"
 FOUND_AT = -math.inf  # the time of the uses of objects found at start, which is unknown
 
 

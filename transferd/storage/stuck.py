@@ -20,7 +20,7 @@ from transferd.errors import StorageError
 from transferd.storage.batch import Write, is_whole
 from transferd.storage.effects import Effects
 from transferd.storage.lru import LruIndex, Victim
-from transferd.storage.queues import STUCK
+from transferd.storage.queues import EVICTED, STUCK
 
 log = structlog.get_logger(__name__)
 
@@ -122,7 +122,7 @@ class StuckObjects:
                 continue
             entry = self._index.get(name)
             if entry is None or entry.kept == STUCK:
-                self._index.forget(name)
+                self._index.forget(name, why=EVICTED)
                 self._refused[name] = refusal._replace(at=self._now())
                 due.append(Victim(name, refusal.nbytes))
             elif not entry.kept & STUCK:  # another object of this name: the old one's file is overwritten

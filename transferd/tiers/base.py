@@ -29,7 +29,7 @@ Duties of an implementation:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -71,6 +71,11 @@ class HostMemory(Protocol):
     @property
     def rank(self) -> int:
         """The rank of the tensor-parallel group that it serves; 0 if it serves all."""
+        ...
+
+    @property
+    def lender(self) -> Hashable:
+        """Whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's."""
         ...
 
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ class HostRegion:
 
     grain: no copy crosses a multiple of this many bytes; registrations are cut at such multiples.
     later: the caller calls `allocate` later.
-    urgent, rank: see HostMemory; the region's user sets them.
+    urgent, rank, lender: see HostMemory; the region's user sets them.
     degraded: why the memory is not pinned; "" if it is.
     misplaced: how it misses its NUMA node; "" if it does not.
     Raises TierError if there is not enough memory.
@@ -94,6 +94,7 @@ class HostRegion:
         self.pinned = False
         self.urgent = False
         self.rank = 0
+        self.lender: Hashable = None
         self.degraded = self.misplaced = ""
         self.view = memoryview(b"")
         self._pinning = pinning

@@ -41,6 +41,22 @@ class Purged(msgspec.Struct, frozen=True):
         return Purged(self.objects + other.objects, self.bytes + other.bytes, away, kept, shared)
 
 
+class AtRestart(msgspec.Struct, frozen=True):
+    """What a restart of the daemon would lose, besides what its report says. An object is one rank's block.
+
+    objects, bytes: stored nowhere but in this process's memory, as the other levels and nodes say now.
+    unknown: why they are not known; empty if they are.
+    stop_copies_s: for how long a stop would copy those of a pool to other nodes.
+    configuration: why the daemon would not start with the configuration as it is on disk; empty if it would.
+    """
+
+    objects: int = 0
+    bytes: int = 0
+    unknown: str = ""
+    stop_copies_s: float = 0.0
+    configuration: str = ""
+
+
 class StoreDirectory(msgspec.Struct, frozen=True, array_like=True):
     """A directory of object files (storage/paths.py), and which one: another mount may have another at its path."""
 

@@ -3,7 +3,7 @@
 Whoever holds a descriptor may map the memory, so the daemon needs no right of its own to open it: daemon and engine may
 be different users, and see neither each other's /proc nor the same /dev/shm. libzmq cannot pass descriptors. So for
 each offer the client connects once more to the same socket, sends MARK, a random token and the descriptors in one
-message, and leaves. The offer, on the client's ordinary connection, names the token (docs/adr/0126).
+message, and leaves. The offer, on the client's ordinary connection, names the token (docs/adr/0134).
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from transferd.tasks import (
     TokenIds,
     WriteStorageTask,
 )
+from transferd.wire.hooks import plain, typed
 from transferd.wire.malformed import CAREFUL_BYTES, UNREADABLE, Malformed, as_malformed, check_token_ids
 
 __all__ = ["UNREADABLE", "Malformed"]  # imported names that callers may use; all names defined here are public
@@ -97,6 +98,7 @@ class Hello(OfObserver, frozen=True, tag="hello", omit_defaults=True):
     configured: str | None = None  # from that daemon's Welcome
     # blocks that its engine's adapter has not stored since then, by reason (tasks.NOT_STORED)
     not_stored: TurnedAway = {}
+    returns: bool | None = None  # whether the client hears of a new daemon, and can attach its memory there
 
 
 class Register(OfAnyone, frozen=True, tag="register", omit_defaults=True):
@@ -295,6 +297,16 @@ class MakeCopies(OfAnyone, frozen=True, tag="make_copies"):
     leaves: bool
 
 
+class RestartCheck(OfAnyone, frozen=True, tag="restart_check"):
+    """What a restart of the daemon would lose that its report does not say. Value: an AtRestart (wire/answers.py)."""
+
+
+class Record(OfAnyone, frozen=True, tag="record"):
+    """Value: engines' look-ups since the one of number `after`, as a trace; observability/key_trace.py describes it."""
+
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
 class Stats(OfObserver, frozen=True, tag="stats"):
     pass
 
@@ -306,6 +318,16 @@ class Explain(OfObserver, frozen=True, tag="explain"):
     """
 
     task_id: str
+    engine: EngineName = ""
+
+
+class Why(OfAnyone, frozen=True, tag="why"):
+    """Value: what is known of a stored block: a map for each engine and generation; daemon/traffic.py describes it.
+
+    For those who may purge what the engine stores; others could try keys. engine: "" means all that the client may ask.
+    """
+
+    key: str
     engine: EngineName = ""
 
 
@@ -493,32 +515,10 @@ class ReplyEnvelope(msgspec.Struct, frozen=True, array_like=True):
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def _encode_hook(value: Any) -> Any:
-    if isinstance(value, TokenIds):
-        return value.to_bytes()
-    if isinstance(value, int):  # a subclass, such as config.Size
-        return int(value)
-    if isinstance(value, range):  # block ids
-        return list(value)
-    import numpy as np
-
-    if isinstance(value, np.ndarray | np.generic):  # block ids as an engine's block manager holds them
-        return value.tolist()
-    raise TypeError(f"cannot encode {type(value).__name__}")
-
-
-def _decode_hook(kind: type, value: Any) -> Any:
-    if kind is TokenIds:
-        if not isinstance(value, bytes):
-            raise ValueError(f"Expected `bytes`, got `{type(value).__name__}`")
-        return TokenIds.from_bytes(value)
-    raise NotImplementedError(kind)
-
-
 # Bytes that must stay free beside a large message, or it is refused: other messages need memory as well.
 SPARE_BYTES = 2 * 1024**2
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+_encoder = msgspec.msgpack.Encoder(enc_hook=plain)
 
 
 def encoded(value: Any) -> msgspec.Raw:
@@ -526,7 +526,7 @@ def encoded(value: Any) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(value))
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_decode_hook)
+_request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=typed)
 _reply_decoder = msgspec.msgpack.Decoder(ReplyEnvelope)
 
 

@@ -499,7 +499,9 @@ def test_a_block_is_announced_for_each_level_that_has_it() -> None:
     assert world.move("a", 3) == []
     world.move("a", 2)
     assert world.at("a") == {"STORAGE", "STORAGE/file"}
-    assert {medium: set(held) for medium, held in world.residency.announced().items()} == world.believed
+    assert {
+        medium: {block.hash for block in held} for medium, held in world.residency.announced().items()
+    } == world.believed
     world.end(write(["a"], [1]))
     world.move("a", 0)
     assert world.at("a") == set()

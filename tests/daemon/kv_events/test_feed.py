@@ -12,7 +12,7 @@ import pytest
 from tests.daemon.test_daemon import config
 from tests.integration.caches import attached
 from tests.integration.subscriber import WAIT_MS, AllBlocksCleared, Subscriber
-from tests.support.waits import until
+from tests.support.waits import until, wait_until
 from transferd import Client, ReadStorageTask, Status, SwapInTask, SwapOutTask, WriteStorageTask
 from transferd.blocks.keys import block_keys
 from transferd.client.launch import DaemonProcess, running
@@ -144,6 +144,49 @@ async def test_a_daemon_begins_and_ends_with_a_clean_slate(
         while subscriber.index:
             await asyncio.to_thread(subscriber.step)
     assert subscriber.batches[-1].events == [AllBlocksCleared()]
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_after_a_restart_what_is_on_disk_is_announced_again_with_its_tokens_and_what_is_gone_is_not(
+    tmp_path: Path, subscriber: Subscriber, end: str
+) -> None:
+    tokens = [list(range(start, start + 4 * BLOCK)) for start in (1000, 2000, 3000)]
+    keys = [block_keys(one, BLOCK) for one in tokens]
+    tree = with_events(tmp_path)
+    with running(tree, tmp_path) as first:
+        async with attached(first.endpoint) as client:
+            for i in range(2):
+                writes = WriteStorageTask(
+                    task_id=f"w{i}", keys=keys[i], gpu_block_ids=[0, 1, 2, 3], token_ids=TokenIds(tokens[i])
+                )
+                assert (await client.submit(writes)).status is Status.OK
+            await client.purge(keys=keys[1])
+            (noted,) = await asyncio.to_thread(noted_in, tmp_path / "blocks")
+        if end == "kill":
+            first.kill()
+    assert noted.stat().st_mode & 0o077 == 0, "it has token ids"
+    with noted.open("ab") as file:
+        file.write(b"torn")
+    with running(tree, tmp_path) as second:
+        async with attached(second.endpoint) as client:
+            await announced(subscriber, client, lambda: bool(subscriber.index.get("STORAGE")))
+            assert subscriber.index == {"STORAGE": hashes(keys[0])}
+            assert [subscriber.tokens[block_hash(key)][1] for key in keys[0]] == [
+                tokens[0][i : i + BLOCK] for i in range(0, 4 * BLOCK, BLOCK)
+            ]
+            await client.set_generation("RL-STEP09")
+            await announced(subscriber, client, lambda: not subscriber.index)
+            again = WriteStorageTask(
+                task_id="a", keys=keys[2], gpu_block_ids=[0, 1, 2, 3], token_ids=TokenIds(tokens[2])
+            )
+            assert (await client.submit(again)).status is Status.OK
+            await announced(subscriber, client, lambda: subscriber.index == {"STORAGE": hashes(keys[2])})
+
+
+def noted_in(directory: Path) -> list[Path]:
+    """The file that says what was announced, once something has been noted."""
+    wait_until(lambda: any(file.stat().st_size for file in directory.glob("announced-*")), "it is written")
+    return list(directory.glob("announced-*"))
 
 
 async def test_the_metrics_and_the_log_say_that_events_are_published(daemon: DaemonProcess, client: Client) -> None:

@@ -8,9 +8,10 @@ import random
 import msgspec
 import pytest
 
+from tests.support.announced import announced_hashes
 from transferd.daemon.kv_events import following
 from transferd.daemon.kv_events.following import END, SNAPSHOT, Follower
-from transferd.daemon.kv_events.snapshot import Announced, Snapshot
+from transferd.daemon.kv_events.snapshot import Snapshot
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent, encode_batch
 
@@ -67,9 +68,9 @@ class Publisher:
 
     def send_snapshot(self) -> int:
         """Send what is announced now; the number of the first batch after it."""
-        snapshot = Snapshot(len(self.batches), [Announced(0, "GPU", self.truth)], 1.0)
+        snapshot = Snapshot(len(self.batches), [announced_hashes(0, "GPU", self.truth)], 1.0)
         self.follower.replayed(SNAPSHOT, snapshot.sequence.to_bytes(8, "big"))
-        for payload in snapshot.batches():
+        for payload in snapshot.hashes():
             self.follower.replayed(SNAPSHOT, payload)
         if self.outrun:
             self.outrun -= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,13 +16,17 @@ import pytest
 import zmq
 
 from tests.integration.subscriber import WAIT_MS, Batch, BlockStored, Subscriber
+from tests.integration.subscriber import BlockRemoved as SubscriberRemoved
 from tests.machine.hostile.raw_zmtp import Raw, frame
+from tests.support.announced import announced_hashes
 from tests.support.waits import until
 from transferd.config import EventsSection, PeerSection, Size
+from transferd.daemon.kv_events.announcements import Block
 from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSockets
 from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH, FollowedNodes
 from transferd.errors import ConfigError
+from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, encode_batch
@@ -34,9 +39,12 @@ Follow = Callable[..., Subscriber]
 async def open_sockets(tmp_path: Path) -> AsyncIterator[Open]:
     opened: list[EventSockets] = []
 
-    def open_(**more: Any) -> EventSockets:
+    def open_(*, clock: Clock | None = None, **more: Any) -> EventSockets:
+        """Without a clock, batches count from 0, and none greets a subscriber."""
         places = {"endpoint": "tcp://127.0.0.1:*", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-        sockets = EventSockets(EventsSection(**(places | more)))
+        sockets = EventSockets(EventsSection(**(places | more)), clock=clock or Clock(wall=lambda: 0.0))
+        if clock is None:
+            sockets._greeted = math.inf
         sockets.start()
         opened.append(sockets)
         return sockets
@@ -64,7 +72,7 @@ def publish(sockets: EventSockets, number: int, size: int = 1) -> None:
 
 
 def numbers(subscriber: Subscriber) -> list[int]:
-    return [batch.events[0].block_hashes[0] for batch in subscriber.batches]  # type: ignore[union-attr,misc]
+    return [batch.events[0].block_hashes[0] for batch in subscriber.batches if batch.events]  # type: ignore[union-attr,misc]
 
 
 async def joined(sockets: EventSockets, subscriber: Subscriber) -> int:
@@ -120,6 +128,47 @@ async def test_a_subscriber_that_does_not_read_slows_nobody_and_recovers_by_repl
     await following
     assert numbers(subscriber) == list(range(len(subscriber.batches)))
     assert subscriber.asked >= 1
+
+
+async def test_numbers_grow_over_a_restart_and_a_subscription_is_greeted_with_a_batch(
+    open_sockets: Open, follow: Follow, tmp_path: Path
+) -> None:
+    now = 1000.0
+    places = {"endpoint": f"ipc://{tmp_path}/pub", "clock": Clock(wall=lambda: now)}
+    first = open_sockets(**places)
+    for i in range(5):
+        publish(first, i)
+    late = follow(first)
+    await asyncio.to_thread(late.step)  # nothing else is published: the greeting shows it what it has missed
+    assert (numbers(late), late.asked, late.last) == ([0, 1, 2, 3, 4], 1, 1_000_000_005)
+    other = follow(first)
+    await asyncio.to_thread(other.step)
+    assert numbers(other) == [0, 1, 2, 3, 4]
+    first.close()
+    now += 0.001
+    second = open_sockets(**places)
+    publish(second, 7)
+    while numbers(late)[-1] != 7:  # it subscribes anew by itself
+        await asyncio.to_thread(late.step)
+    assert late.last >= 1_000_001_000, "no number comes twice"
+
+
+async def test_a_subscriber_that_joins_after_batches_were_dropped_gets_all_that_is_announced_with_its_tokens(
+    open_sockets: Open, follow: Follow
+) -> None:
+    sockets = open_sockets(buffer=3, clock=Clock(wall=lambda: 1000.0))
+    chain = [Block(i, i - 1 if i else None, True, bytes([i % 256, 0, 0, 0] * 2)) for i in range(3000)]
+    sockets.include(lambda: [Announced(0, "STORAGE", chain, 2)])
+    for i in range(10):
+        publish(sockets, 5000 + i)
+    late = follow(sockets)
+    await asyncio.to_thread(late.step)
+    assert late.index == {"STORAGE": set(range(3000))}
+    assert late.tokens == {i: (i - 1 if i else None, [i % 256] * 2) for i in range(3000)}
+    assert late.last == 1_000_000_010, "the numbers end where the next batch begins"
+    publish(sockets, 7)
+    await asyncio.to_thread(late.step)
+    assert (late.asked, late.last, late.batches[-1].events) == (1, 1_000_000_011, [SubscriberRemoved([7], "CPU")])
 
 
 async def test_publishing_without_subscribers_does_not_wait(open_sockets: Open) -> None:
@@ -326,8 +375,8 @@ async def test_a_snapshot_has_every_announcement_of_every_engine_and_the_number_
 ) -> None:
     sockets = open_sockets(buffer=10)
     first = {"GPU": set(range(5)), "STORAGE": set(range(2**64 - 3000, 2**64))}
-    sockets.include(lambda: [Announced(0, medium, hashes) for medium, hashes in first.items()])
-    second = lambda: publish(sockets, 7) or [Announced(3, "CPU", {9})]  # noqa: E731 - it publishes what is pending first
+    sockets.include(lambda: [announced_hashes(0, medium, hashes) for medium, hashes in first.items()])
+    second = lambda: publish(sockets, 7) or [announced_hashes(3, "CPU", {9})]  # noqa: E731 - it publishes what is pending first
     sockets.include(second)
     for i in range(30):
         publish(sockets, i)
@@ -350,7 +399,7 @@ async def test_peers_that_ask_for_a_snapshot_at_once_share_one(open_sockets: Ope
 
     def announcements() -> list[Announced]:
         taken.append(1)
-        return [Announced(0, "STORAGE", range(500_000))]
+        return [announced_hashes(0, "STORAGE", range(500_000))]
 
     sockets.include(announcements)
     answers = await asyncio.gather(*(asyncio.to_thread(snapshot_of, sockets) for _ in range(4)))
@@ -374,7 +423,7 @@ async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_k
 ) -> None:
     sockets = open_sockets(endpoint=f"ipc://{tmp_path}/pub", buffer=4)
     held = {"STORAGE": set(range(800))}
-    sockets.include(lambda: [Announced(0, medium, hashes) for medium, hashes in held.items()])
+    sockets.include(lambda: [announced_hashes(0, medium, hashes) for medium, hashes in held.items()])
     for i in range(20):
         publish(sockets, i)
     section = PeerSection(endpoint=sockets.endpoint, replay_endpoint=sockets.replay_endpoint)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.announced import announced_hashes
 from tests.support.waits import until
 from transferd.config import EventsSection, PeerSection
-from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
@@ -24,7 +24,7 @@ class Node:
         self.held: set[int] = set()
         self.sockets = EventSockets(section)
         self.sockets.start()
-        self.sockets.include(lambda: [Announced(0, "GPU", self.held)])
+        self.sockets.include(lambda: [announced_hashes(0, "GPU", self.held)])
 
     def store(self, *hashes: int) -> None:
         self.held.update(hashes)

@@ -15,6 +15,7 @@ from typing import Any
 from tests.integration.caches import attach, wipe
 from tests.machine.faults.cell import TASK_TIMEOUT_S, Row
 from tests.machine.faults.contents import DEVICE_BLOCKS, RANKS, holds_content, write_content
+from tests.support.looking import new_stats
 from transferd import Client, ReadStorageTask, Status, TaskResult, TransferError, WriteStorageTask
 from transferd.runtime.compat import timeout
 
@@ -189,7 +190,7 @@ class Operator:
         with contextlib.suppress(TimeoutError):
             async with timeout(SETTLE_S):  # I/O that nobody waits for any more may still run, on staging alone
                 while left:
-                    stats = await self.client.stats()
+                    stats = await new_stats(self.client)
                     counts = {name: stats[name] for name in ("queued", "running", "straggling")}
                     counts |= {"staging": stats["staging"]["used"], "corrupt": stats["storage"]["corrupt"] - damaged}
                     counts |= {f"background of rank {rank['rank']}": rank["background"] for rank in stats["ranks"]}

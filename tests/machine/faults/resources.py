@@ -24,6 +24,7 @@ from tests.machine.faults.contents import CACHE, DEVICE_BLOCKS, RANKS
 from tests.machine.faults.eio import FLAG
 from tests.machine.faults.operator import Operator
 from tests.machine.faults.world import ROOT
+from tests.support.looking import new_stats
 from transferd import Status, TaskResult, TransferError
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
@@ -197,7 +198,7 @@ async def others_fill_the_disk(directory: Path, finding: Finding) -> None:
                     return
                 await operator.client.stats()
         finding.seconds = (time.monotonic() - began) / 4
-        stats = await operator.client.stats()
+        stats = await new_stats(operator.client)
         finding.told = [one["name"] for one in stats["concerns"] if one["name"].startswith("disk")]
         finding.expect(finding.told == ["disk_nearly_full"], f"concerns: {stats['concerns']}")
         finding.expect(not stats["storage"]["evicted_for"]["medium_full"], "a write met a full disk")
@@ -284,7 +285,7 @@ async def memory_lock(directory: Path, finding: Finding) -> None:
     unprivileged = ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"]
     prefix = ["prlimit", "--memlock=65536:65536", *(unprivileged if os.geteuid() == 0 else [])]
     async with serving(directory, config(), prefix, finding) as (daemon, operator):
-        stats = await operator.client.stats()
+        stats = await new_stats(operator.client)
         warnings = [line for line in daemon.log.splitlines() if "not pinned" in line]
         finding.told = stats["degraded"][:1]
         finding.expect("RLIMIT_MEMLOCK" in " ".join(stats["degraded"]), f"degraded: {stats['degraded']}")

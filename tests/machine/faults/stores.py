@@ -11,6 +11,7 @@ from tests.machine.faults.contents import DEVICE_BLOCKS
 from tests.machine.faults.operator import Operator
 from tests.machine.faults.resources import SERVE_S, Finding, Scenario, config, in_own_mounts, keys_of, remount, serving
 from tests.support import native
+from tests.support.looking import new_stats
 from transferd import Status
 
 HALF = DEVICE_BLOCKS // 2
@@ -60,7 +61,7 @@ async def pinned_store_is_full(directory: Path, finding: Finding) -> None:
 async def _room(operator: Operator) -> int:
     """How many blocks the store holds."""
     await operator.write(["size"], [0])
-    storage = (await operator.client.stats())["storage"]
+    storage = (await new_stats(operator.client))["storage"]
     return int(storage["capacity"] / storage["bytes"])
 
 
@@ -80,13 +81,13 @@ async def one_disk_of_two_dies(directory: Path, finding: Finding) -> None:
         finding.expect(written.status is Status.OK, f"a write with one disk: {written}")
         loaded = await operator.read(*keys_of("after", DEVICE_BLOCKS))
         finding.expect(loaded.status is Status.OK, f"a read with one disk: {loaded}")
-        stats = await operator.client.stats()
+        stats = await new_stats(operator.client)
         names = [one["name"] for one in stats["concerns"] if "disk" in one["name"]]
         finding.told += names
         finding.expect(names == ["disk_failed"], f"concerns: {stats['concerns']}")
         finding.expect(stats["ready"], "not ready with a disk that works")
         remount(daemon, paths[1], "rw")
-        while (stats := await operator.client.stats())["storage"]["disks_failed"]:
+        while (stats := await new_stats(operator.client))["storage"]["disks_failed"]:
             finding.expect(time.monotonic() - began < SERVE_S + 60.0, "the disk does not return")
             if finding.problems:
                 return

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.machine.gpu.machine import LAYOUTS, Found, Machine, Rig, open_rig, within
+from tests.machine.gpu.neighbour import Kind
 from tests.machine.gpu.processes import LARGE, Peer, peer
 from tests.machine.gpu.speeds import LEAST_GBS, NEIGHBOUR_BYTES
 from transferd.config.sections import CudaSection
@@ -49,17 +50,19 @@ async def _speed(rig: Rig, *, outward: bool) -> float:
     return moved / (time.monotonic() - before) / 1e9
 
 
-async def _table(machine: Machine, engine: Peer, step: int, ways: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Copies by way and direction, and the neighbour's steps beside each; step as for Peer.busy."""
+async def _table(
+    machine: Machine, engine: Peer, ways: dict[str, dict[str, Any]], kind: Kind = "fills"
+) -> dict[str, Any]:
+    """Copies by way and direction, and the neighbour's steps beside each."""
     rows: dict[str, Any] = {}
-    await engine.ask("busy", step=step)
+    await engine.ask("busy", step=_step(machine), kind=kind)
     await asyncio.sleep(0.02 if machine.fake else 0.5)
     rows["alone"] = await engine.ask("rest")
     for way, options in ways.items():
         async with open_rig(machine, _cache(machine), **options) as rig:
             for outward in (True, False):
                 idle = await _speed(rig, outward=outward)
-                await engine.ask("busy", step=step)
+                await engine.ask("busy", step=_step(machine), kind=kind)
                 busy = await _speed(rig, outward=outward)
                 beside = await engine.ask("rest")
                 rows[f"{way} {'out' if outward else 'in'}"] = {"idle_GBs": idle, "busy_GBs": busy} | beside
@@ -69,7 +72,7 @@ async def _table(machine: Machine, engine: Peer, step: int, ways: dict[str, dict
 async def a_busy_neighbour(machine: Machine) -> Found:
     """Another process runs short kernels without a pause: how fast are copies, and how much slower is it."""
     async with peer(machine) as engine:
-        rows = await _table(machine, engine, _step(machine), WAYS)
+        rows = await _table(machine, engine, WAYS)
     alone = rows["alone"]["steps_per_s"]
     told, good = [], True
     for name, row in rows.items():
@@ -84,7 +87,7 @@ async def a_neighbours_small_copies(machine: Machine) -> Found:
     """4 KiB into the device and out of it, as a decode step has them: how long beside our lanes."""
     short = {"copy_path": "gather", "tuning": replace(tuning_for(machine.info, mps=mps_runs()), dma_most=SHORT_DMA)}
     async with peer(machine) as engine:
-        rows = await _table(machine, engine, 0, WAYS | {"gather, DMAs of 1 MiB": short})
+        rows = await _table(machine, engine, WAYS | {"gather, DMAs of 1 MiB": short}, "small copies")
     alone = rows["alone"]["p99_s"]
     worst = max(row["p99_s"] for name, row in rows.items() if name != "alone")
     told = "; ".join(
@@ -111,9 +114,10 @@ async def the_best_settings_beside_a_busy_neighbour(machine: Machine) -> Found:
         best = max(tried, key=lambda tuning: _value(tried[tuning], tried.values()))
         found = {}
         for piece, cache in _by_piece(machine).items():
-            for way in WAYS:
+            for way in (*WAYS, "pairs") if machine.driver.row_batches else WAYS:
                 found[piece, way] = await _beside(machine, engine, cache, best, way, alone)
-    row, best = tried[best], replace(best, costs=fitted(found, PIECES, best.dma_most))
+    known = tuning_for(machine.info, mps=mps_runs())
+    row, best = tried[best], replace(best, costs=fitted(found, PIECES, best.dma_most), host_words=known.host_words)
     note = f"{best}: out {row['out_GBs']:.1f}, in {row['in_GBs']:.1f} GB/s, neighbour {row['share']:.2f}"
     figures = {
         "measured": [f"    ({machine.info.capability}, {mps_runs()}): {best},"],
@@ -182,6 +186,9 @@ def fitted(found: Mapping[tuple[int, str], Mapping[str, float]], pieces: int, dm
     copies = [-(-pieces // max(1, dma_most // piece)) for piece in sizes]
     rest = [t - pieces * p / bus for t, p in zip(seconds("rows", sizes), sizes, strict=True)]
     call_s, row_s = _line(copies, [pieces] * len(sizes), rest)
+    pairs = [
+        (t - pieces * p / bus) / (pieces / 2) for p in sizes if (p, "pairs") in found for t in seconds("pairs", [p])
+    ]
     lost = {way: 1 - sum(found[piece, way]["share"] for piece in sizes) / len(sizes) for way in WAYS}
     return Costs(
         bus=bus,
@@ -191,6 +198,7 @@ def fitted(found: Mapping[tuple[int, str], Mapping[str, float]], pieces: int, dm
         short_in_s=max(0.0, short["in"]),
         row_call_s=call_s,
         row_s=row_s,
+        pair_s=max(0.0, sum(pairs) / len(pairs)) if pairs else None,
         kernel_loss=max(0.0, lost["gather"]),
         copy_loss=max(0.0, lost["rows"]),
     )

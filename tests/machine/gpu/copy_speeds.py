@@ -33,6 +33,7 @@ from transferd.cli.bench.harness import RUNS, Row, row
 from transferd.config import CacheSection
 from transferd.errors import InvariantError, TierError
 from transferd.runtime.threads import ThreadPools
+from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda.bindings import open_daemons_driver
 from transferd.tiers.cuda.copy_pipeline import CopyPipeline
 from transferd.tiers.cuda.costs import CopyPath
@@ -112,12 +113,20 @@ async def measure(
     runs: int = RUNS,
     on_rows: Callable[[list[Row]], None] | None = None,
     beside: str = "",
+    cache_bytes: int = 0,
+    handle: Callable[[dict[str, object]], Awaitable[DeviceHandle]] | None = None,
 ) -> list[Row]:
-    """Measure one part on one layout. beside: what else the GPU does meanwhile, for the rows' names."""
+    """Measure one part on one layout. beside: where, and what else the GPU does meanwhile, for the rows' names.
+
+    cache_bytes: at least so large a cache. handle: gives an engine's memory for a cache, to map instead of making one.
+    """
     driver, threads = driver if driver is not None else open_daemons_driver(), ThreadPools(2)  # as many as a daemon has
     try:
         label = f"{name}, {beside}" if beside else name
-        return await _measure(label, layouts[name], device, driver, counts, runs, threads, on_rows, part)
+        cache = layouts[name]
+        return await _measure(
+            label, cache, device, driver, counts, runs, threads, on_rows, part, cache_bytes=cache_bytes, handle=handle
+        )
     finally:
         threads.close()
 
@@ -132,12 +141,17 @@ async def _measure(
     threads: ThreadPools,
     on_rows: Callable[[list[Row]], None] | None,
     part: Part,
+    *,
+    cache_bytes: int,
+    handle: Callable[[dict[str, object]], Awaitable[DeviceHandle]] | None,
 ) -> list[Row]:
     blocks = 2 * max(counts)  # half for each direction when both run at once
-    layout = build_layout(CacheSection(**cache, device_blocks=blocks, host_blocks=blocks))  # type: ignore[arg-type]
+    one = build_layout(CacheSection(**cache, device_blocks=1)).block_bytes  # type: ignore[arg-type]
+    cache = cache | {"device_blocks": max(blocks, cache_bytes // one), "host_blocks": blocks}
+    layout = build_layout(CacheSection(**cache))  # type: ignore[arg-type]
     # With the kernel and staging, even where a copy takes neither by itself.
     tier = CudaDeviceTier(layout, 0, device, threads, driver=driver, copy_path="gather")
-    await tier.open()
+    await (tier.open() if handle is None else tier.attach(await handle(cache)))
     host = HostPool(layout, 0, CudaPinning(device, driver))
     try:
         if not host.memory.pinned:
@@ -174,14 +188,16 @@ class _Bench:
         self.random = random.Random(SEED)
         with self.driver.current(self.resources.context):
             self.streams = [self.driver.create_stream() for _ in range(2)]
+            # For large copies: an engine's tensors have no room for one.
+            self.room = self.driver.allocate(host.memory.nbytes)
 
     # --- what is measured -----------------------------------------------------------------------------
 
     async def measure(self, count: int) -> list[Row]:
         """Measure all ways of moving `count` random blocks, each beside large copies at the same time."""
         device, pool = self.tier.arena.geometry, self.layout.host
-        blocks = self.layout.device_blocks
-        device_ids, host_ids = (self.random.sample(range(blocks), 2 * count) for _ in range(2))
+        blocks = self.layout.host_blocks
+        device_ids, host_ids = (self.random.sample(range(n), 2 * count) for n in (self.layout.device_blocks, blocks))
         out = plan_copy(device, device_ids[:count], pool, host_ids[:count])
         into = plan_copy(pool, host_ids[count:], device, device_ids[count:])
         nbytes = out.nbytes
@@ -212,6 +228,8 @@ class _Bench:
                 "gather in": lambda: self._tier(None, into, "gather"),
                 "rows out": lambda: self._tier(out, None, "rows"),
                 "rows in": lambda: self._tier(None, into, "rows"),
+                "pairs out": lambda: self._tier(out, None, "pairs"),
+                "pairs in": lambda: self._tier(None, into, "pairs"),
             }
         few = self.part == "calls" and len(out.runs) > SHORT
         return await self._timed(count, nbytes, ways, min(2, self.runs) if few else self.runs)
@@ -252,7 +270,7 @@ class _Bench:
                 self.driver.synchronize_stream(stream)
 
     def _large(self, nbytes: int, *, outward: bool, stream: int = 0, offset: int = 0) -> None:
-        device, host = self.tier.arena.origin + offset, self.host.memory.address + offset
+        device, host = self.room + offset, self.host.memory.address + offset
         cuts = [0, *(at - host for at in boundaries(host, nbytes)), nbytes]  # no DMA may cross two registrations
         for start, end in itertools.pairwise(cuts):
             target, source = (host + start, device + start) if outward else (device + start, host + start)
@@ -301,7 +319,7 @@ class _Bench:
         stride, payload = int(self.layout.host.strides[0]), self.layout.block_bytes
         rows = content[: self.layout.host_blocks * stride].reshape(-1, stride)[:, :payload]
         device, pool = self.tier.arena.geometry, self.layout.host
-        tier: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", "rows", None, "direct")
+        tier: tuple[CopyPath | Literal["direct"] | None, ...] = ("gather", "rows", "pairs", None, "direct")
         for way in tier if self.part == "tier" else ("straight",) if self.part == "batches" else ():
             device_ids = self.random.sample(range(self.layout.device_blocks), count)
             sources, targets = (self.random.sample(range(self.layout.host_blocks), count) for _ in range(2))
@@ -324,6 +342,7 @@ class _Bench:
         with self.driver.current(self.resources.context):
             for stream in self.streams:
                 self.driver.destroy_stream(stream)
+            self.driver.free(self.room)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +16,11 @@ from tests.machine.gpu.probe import LET_GO_S, HeldStreams, probing
 from tests.machine.gpu.processes import Peer, peer
 from tests.machine.gpu.speeds import NEIGHBOUR_BYTES
 from transferd.client.timeline import Timeline
+from transferd.tiers.cuda.tuning import Tuning, mps_runs, tuning_for
 
 BEHIND_S = 0.005
+LATE_S = 300e-6  # from a step's end to the result of a task that waits for it
+SOONER = 5.0  # times; then tasks wait for words in host memory
 LEAST_SHARE = 0.95  # of its steps that an engine keeps beside a wait
 LATE = LAYOUTS["mla"]
 
@@ -40,38 +45,59 @@ async def _task(rig: Rig, after: tuple[int, int] | None, value: int | None) -> f
     return done
 
 
-async def a_rank_that_is_behind_is_waited_for(machine: Machine) -> Found:
-    """The engine launches its kernels and advances its timeline 5 ms after the task was pushed."""
-    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
+def _words(machine: Machine, *, host: bool) -> Tuning:
+    """The figures of this GPU, with tasks that wait for words in host memory, or in device memory."""
+    return replace(tuning_for(machine.info, mps=mps_runs()), host_words=host)
+
+
+async def _late(machine: Machine, *, host: bool, steps: int, wait_s: float) -> list[float]:
+    """Seconds from an engine's steps, which it advances a timeline behind, to the ends of tasks that wait for them."""
+    late: list[float] = []
+    async with open_rig(machine, LATE, tuning=_words(machine, host=host)) as rig, peer(machine) as engine:
         if not await _attached(rig, engine):
-            return Found("this device shares no timelines", "wrong")
-        line, worst = Timeline(0), 0.0
-        for value in range(1, 4 if machine.fake else 40):
+            raise Failed("this device shares no timelines")
+        timelines = rig.tier.resources.timelines
+        if timelines is None or timelines.in_host != (host and machine.info.same_address):
+            raise Failed("the engine has not mapped its words in host memory")
+        line = Timeline(0)
+        for value in range(1, steps + 1):
             after = line.next()
             task = asyncio.ensure_future(_task(rig, after, value))
             await asyncio.sleep(0)
-            await engine.ask("compute", value=value, after=after, wait_s=BEHIND_S)
+            await engine.ask("compute", value=value, after=after, wait_s=wait_s)
             before = time.monotonic()
-            worst = max(worst, await within(task, "a task behind a timeline") - before)
+            late.append(max(0.0, await within(task, "a task behind a step") - before))
+    return late
+
+
+async def a_rank_that_is_behind_is_waited_for(machine: Machine) -> Found:
+    """The engine launches its kernels and advances its timeline 5 ms after the task was pushed."""
+    steps = 3 if machine.fake else 20
+    worst = max([max(await _late(machine, host=host, steps=steps, wait_s=BEHIND_S)) for host in (False, True)])
     return Found(f"right, the result at most {worst * 1e3:.1f} ms after the engine's end", figures={"worst_s": worst})
 
 
 async def tasks_behind_a_step_of_10_ms(machine: Machine) -> Found:
-    """An engine whose steps take 10 ms advances its timeline behind each: how long after it is a block out."""
-    late: list[float] = []
-    async with open_rig(machine, LATE) as rig, peer(machine) as engine:
-        if not await _attached(rig, engine):
-            return Found("this device shares no timelines", "wrong")
-        line = Timeline(0)
-        for value in range(1, 3 if machine.fake else 60):
-            after = line.next()
-            task = asyncio.ensure_future(_task(rig, after, value))
-            await engine.ask("compute", value=value, after=after, wait_s=0.010)
-            before = time.monotonic()
-            late.append(max(0.0, await within(task, "a task behind a step") - before))
-    p50, p99 = (float(np.percentile(late, percent)) for percent in (50, 99))
-    note = f"p50 {p50 * 1e6:.0f}, p99 {p99 * 1e6:.0f} us after the step"
-    return Found(note, "right" if machine.fake else "fast" if p50 < 0.001 else "slow", {"p50_s": p50, "p99_s": p99})
+    """An engine whose steps take 10 ms advances its timeline behind each: how long after it is a block out.
+
+    By words in device memory and in host memory: what is found decides `host_words` in tuning.py.
+    """
+    figures: dict[str, Any] = {}
+    for name, host in (("device", False), ("host", True)):
+        late = await _late(machine, host=host, steps=2 if machine.fake else 60, wait_s=0.010)
+        figures |= {
+            f"{name}_{part}_s": float(np.percentile(late, percent)) for part, percent in (("p50", 50), ("p99", 99))
+        }
+    told = "; ".join(
+        f"words in {name} memory: p50 {figures[f'{name}_p50_s'] * 1e6:.0f}, p99 {figures[f'{name}_p99_s'] * 1e6:.0f} us"
+        for name in ("device", "host")
+    )
+    sooner = figures["device_p50_s"] / max(figures["host_p50_s"], 1e-9)
+    key = machine.info.capability, mps_runs()
+    figures["measured"] = [f"    {key}: host_words={sooner >= SOONER} (seen {sooner:.1f} times sooner in host memory)"]
+    chosen = "host" if tuning_for(machine.info, mps=mps_runs()).host_words else "device"
+    good = figures[f"{chosen}_p50_s"] <= LATE_S
+    return Found(f"{told} after the step", "right" if machine.fake else "fast" if good else "slow", figures)
 
 
 async def two_streams_do_not_wait_for_each_other(machine: Machine) -> str:
@@ -92,7 +118,13 @@ async def two_streams_do_not_wait_for_each_other(machine: Machine) -> str:
 
 async def a_wait_that_nobody_ends_holds_up_nothing(machine: Machine) -> Found:
     """kill -9 of the engine before it advances: other copies go on, and closing lets go of the wait."""
-    async with open_rig(machine, LATE) as rig:
+    closed = [await _closed_after(machine, host=host) for host in (False, True)]
+    told = " and ".join(f"{seconds * 1e3:.0f}" for seconds in closed)
+    return Found(f"other copies went on; closed after {told} ms", figures={"close_s": max(closed)})
+
+
+async def _closed_after(machine: Machine, *, host: bool) -> float:
+    async with open_rig(machine, LATE, tuning=_words(machine, host=host)) as rig:
         async with peer(machine) as engine:
             if not await _attached(rig, engine):
                 raise Failed("this device shares no timelines")
@@ -108,7 +140,7 @@ async def a_wait_that_nobody_ends_holds_up_nothing(machine: Machine) -> Found:
         await within(rig.tier.close(), "closing while something waits on the device", 30)
         closed = time.monotonic() - before
         await rig.tier.open()
-    return Found(f"other copies went on; closed after {closed * 1e3:.0f} ms", figures={"close_s": closed})
+    return closed
 
 
 async def a_pending_wait_costs_the_engine_nothing(machine: Machine) -> Found:

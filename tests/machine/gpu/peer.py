@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -19,16 +18,15 @@ from typing import Any
 import numpy as np
 
 from tests.machine.gpu import descriptor
+from tests.machine.gpu.neighbour import Kind, Neighbour
 from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import TierError
 from transferd.tiers.cuda import engine, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.engine import Attached, DeviceArray
-from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.offered import DIRECTORY
-from transferd.tiers.pinned import HostRegion
 
 
 class Peer:
@@ -185,48 +183,13 @@ class Peer:
         event, words = self.attached.ready, self.attached.timelines
         return f"{'an event' if event else 'no event'}, {'timelines' if words else 'no timelines'}"
 
-    def busy(self, step: int) -> None:
-        """Run short kernels one after another until `rest`. step: bytes that a kernel fills; 0: small copies."""
-        self.times: list[float] = []
-        self.resting = threading.Event()
-        self.neighbour = threading.Thread(target=self._kernels if step else self._small_copies, args=(step,))
-        self.neighbour.start()
+    def busy(self, step: int, kind: Kind = "fills") -> None:
+        """Keep the GPU busy until `rest`. step: bytes that one of the fills has. kind: see neighbour.py."""
+        self.neighbour = Neighbour(self.driver, self.context, self.device, kind, step)
 
     def rest(self) -> dict[str, float]:
         """Steps a second, and the median and 99th percentile of their seconds."""
-        self.resting.set()
-        self.neighbour.join()
-        times = np.array(self.times or [0.0])
-        p50, p99 = (float(np.percentile(times, percent)) for percent in (50, 99))
-        return {"steps_per_s": len(self.times) / max(1e-9, float(times.sum())), "p50_s": p50, "p99_s": p99}
-
-    def _kernels(self, step: int) -> None:
-        with self.driver.current(self.context):
-            stream, event, memory = self.driver.create_stream(), self.driver.create_event(), self.driver.allocate(step)
-            while not self.resting.is_set():
-                before = time.monotonic()
-                for _ in range(8):
-                    self.driver.fill(memory, 1, step, stream)
-                self.driver.record(event, stream)
-                self.driver.synchronize(event)
-                self.times.append(time.monotonic() - before)
-            self.driver.destroy_event(event)
-            self.driver.destroy_stream(stream)
-            self.driver.free(memory)
-
-    def _small_copies(self, _step: int) -> None:
-        host = HostRegion(4096, CudaPinning(self.device, self.driver))
-        with self.driver.current(self.context):
-            stream, memory = self.driver.create_stream(), self.driver.allocate(4096)
-            while not self.resting.is_set():
-                before = time.monotonic()
-                self.driver.copy(memory, host.address, 4096, stream)
-                self.driver.copy(host.address, memory, 4096, stream)
-                self.driver.synchronize_stream(stream)
-                self.times.append(time.monotonic() - before)
-            self.driver.destroy_stream(stream)
-            self.driver.free(memory)
-        host.close()
+        return self.neighbour.rest()
 
     def compute(self, value: int, after: list[int], wait_s: float = 0.0, stream: int = 0) -> None:
         """After a while, fill every array with `value` and advance the timeline; wait for nothing."""

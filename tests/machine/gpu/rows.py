@@ -81,6 +81,7 @@ _BENCH = sorted(_bench(speeds.CHECKS), key=lambda row: not row.name.startswith(_
 ROWS: tuple[Row, ...] = (
     *_of(_CHECKS),
     *(row for row in _BENCH if row.name.startswith(_FIRST)),
+    *_bench(speeds.ENGINES),
     *_of(beside.CHECKS),
     *(row for row in _BENCH if not row.name.startswith(_FIRST)),
     *_of(_DANGEROUS),

@@ -20,10 +20,10 @@ from tests.machine.gpu.peer import serve
 from tests.support.cuda.abi import SERVED
 from tests.support.cuda.tensor import GpuTensor, extent, layer_views
 from transferd.adapters.common.entry import EngineFacts
-from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
+from transferd.adapters.common.gpu import GpuMemory, torch_stream
 from transferd.adapters.vllm.layers import blocks_of
-from transferd.adapters.vllm.settings import AdapterSettings
-from transferd.adapters.vllm.working import Working
+from transferd.adapters.vllm.settings import VLLM, AdapterSettings
+from transferd.adapters.vllm.working import INSTEAD, Working
 from transferd.tiers.cuda.bindings import open_driver
 
 ITEM = 2
@@ -52,6 +52,8 @@ class VllmRank:
             rank,
             self.tensors,
             list(self.lie.values()),
+            program=VLLM,
+            instead=INSTEAD,
             gather=lambda own: [own] * ranks,
             stream=lambda: self.stream,
             kind=kind,

@@ -28,7 +28,7 @@ from transferd.tiers.offered import DIRECTORY
 LAYERS, BLOCKS, PAGE = 2, 16, 4096
 NBYTES = LAYERS * BLOCKS * PAGE
 ANSWER_S = 30.0
-PAUSE_S = 0.01
+PAUSE_S = 0.03  # so that the adversaries have a machine, too
 MOST_WRONG = 5  # promises, then it ends: the others follow from these
 COMES_BACK_S = 20.0  # until the daemon has noticed the end of the one before
 

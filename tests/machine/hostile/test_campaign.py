@@ -22,20 +22,16 @@ def possible() -> None:
         pytest.skip(why)
 
 
-# Groups that share a daemon and its honest engines, which cost most of a run.
-TOGETHER = (
-    ("peers", "floods", "lies"),
-    ("others' memory", "memory that goes", "pages", "tokens"),
-    ("network",),
-    ("transfers",),
-    ("costs", "members"),
-)
+# Groups that share a daemon and its honest engines, which cost most of a run. Daemons that hand over cost as much, and
+# longer with more groups.
+TOGETHER = (tuple(group for group in GROUPS if group != "transfers"), ("transfers",))
 
 
 def test_every_group_is_played() -> None:
     assert sorted(group for groups in TOGETHER for group in groups) == sorted(GROUPS)
 
 
+@pytest.mark.timeout(600)  # 40 s on a quiet machine
 @pytest.mark.parametrize(
     ("groups", "keys"), [*((groups, "--no-keys") for groups in TOGETHER), (("network",), "--keys")], ids=str
 )
@@ -46,7 +42,7 @@ def test_an_adversary_breaks_no_promise(groups: tuple[str, ...], keys: str) -> N
     for group in groups:
         given += ["--group", group]
     command = [sys.executable, "-m", "tests.machine.hostile.campaign", *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False, cwd=ROOT)
     assert done.returncode in (0, 1), done.stderr[-4000:]
     assert done.stdout.endswith(f"seed {SEED}: 0 problems\n"), done.stdout[-4000:]
     assert done.returncode == 0

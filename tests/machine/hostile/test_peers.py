@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -113,7 +114,8 @@ def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
         daemon.stop()
 
 
-EVERY_DOOR = pytest.mark.parametrize("door", ["main", "observer", "curve", "events", "replay"])
+DOORS = ("main", "observer", "curve", "events", "replay")
+EVERY_DOOR = pytest.mark.parametrize("door", DOORS)
 
 
 # --- A1: names --------------------------------------------------------------------------------------
@@ -281,21 +283,23 @@ def test_peers_that_never_read_take_bounded_memory(doors: Doors) -> None:
 # --- what never ends --------------------------------------------------------------------------------
 
 
-@EVERY_DOOR
+FLOODS = {
+    "parts": frame(b"", 1),
+    "ping": command(b"PING", b"\0\0" + b"c" * 16),
+    "short ping": command(b"PING", b"\0\0"),
+    "unknown command": command(b"NOTHING", b"x" * 200),
+    "empty": frame(b""),
+    "cancel": command(b"CANCEL", b"never"),
+}
+
+
+# One acceptor reads the frames of all doors: each kind of frame at one door, and each door with two kinds.
 @pytest.mark.parametrize(
-    "flood",
-    [
-        command(b"PING", b"\0\0" + b"c" * 16),
-        command(b"PING", b"\0\0"),
-        command(b"NOTHING", b"x" * 200),
-        frame(b"", 1),
-        frame(b""),
-        command(b"CANCEL", b"never"),
-    ],
-    ids=["ping", "short ping", "unknown command", "parts", "empty", "cancel"],
+    ("door", "kind"),
+    [*(("main", kind) for kind in FLOODS), *itertools.product(DOORS[1:], ("parts", "ping")), ("events", "cancel")],
 )
-def test_a_flood_of_small_frames_starves_nobody(doors: Doors, door: str, flood: bytes) -> None:
-    before = doors.resident
+def test_a_flood_of_small_frames_starves_nobody(doors: Doors, door: str, kind: str) -> None:
+    before, flood = doors.resident, FLOODS[kind]
     with doors.peer(door) as peer:
         peer.push(flood * (4 * MIB // len(flood)) if door != "curve" else b"".join(_curve_flood(peer, flood)))
         doors.serves()

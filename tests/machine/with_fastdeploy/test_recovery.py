@@ -22,7 +22,8 @@ from fastdeploy.inter_communicator import KVCacheStatus
 from tests.machine.with_fastdeploy.engine import TIMEOUT_S, Engine, engine, wait_for
 from tests.machine.with_fastdeploy.test_control import SENDS_NEW_WEIGHTS, Service, weights
 from tests.machine.with_fastdeploy.test_tiers import prompts
-from transferd.adapters.fastdeploy import companion, control, group
+from transferd.adapters.common import companion as common
+from transferd.adapters.fastdeploy import control, group
 from transferd.client.sync_client import SyncClient
 from transferd.errors import TransferError
 
@@ -55,7 +56,7 @@ class Loop:
         for name in ("XDG_RUNTIME_DIR", "FD_LOG_DIR"):
             patch.setenv(name, str(self.place))
         patch.setenv("TRANSFERD_CACHE__DEVICE", "shm")
-        patch.setattr(companion, "LONGEST_PAUSE_S", 1.0)  # a daemon dies in every cell, and none may wait for the next
+        patch.setattr(common, "LONGEST_PAUSE_S", 1.0)  # a daemon dies in every cell, and none may wait for the next
         more: dict[str, Any] = {"backend": "file"} if stores else {}
         model = str(weights(self.place, self.step))
         self.engine: Engine = self._stack.enter_context(engine(gpu_blocks=24, cpu_blocks=48, model=model, **more))

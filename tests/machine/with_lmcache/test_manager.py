@@ -39,7 +39,7 @@ def make(place: Path) -> Iterator[Make]:
 
 
 def daemon_of(server: Server) -> int:
-    process = server.l2._finder._process
+    process = server.l2._finder.started.process
     assert process is not None
     return int(process.pid)
 

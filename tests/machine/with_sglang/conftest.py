@@ -21,6 +21,7 @@ else:
         warnings.simplefilter("ignore")  # of SGLang and torch themselves
         for name in ("standins", "pools"):  # the second one imports SGLang
             importlib.import_module(f"tests.machine.with_sglang.{name}")
+        importlib.import_module("sglang.test.kits.unified_radix_cache.mixins")
 
 
 def pytest_report_header() -> str | None:

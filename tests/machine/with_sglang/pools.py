@@ -103,6 +103,7 @@ def deepseek_v4(layout: str, allocator: str = "shm") -> dict[str, Any]:
     pages = {"num_host_pages": TOKENS // PAGE, **where}
     made = {
         "deepseek_v4_c4": DeepSeekV4PagedHostPool("deepseek_v4_c4", device, 640, slot_page_size=PAGE, **pages),
+        "deepseek_v4_c128": DeepSeekV4PagedHostPool("deepseek_v4_c128", device[1:], 640, slot_page_size=PAGE, **pages),
         "swa": DeepSeekV4PagedHostPool("swa", device[:2], 640, slot_page_size=PAGE, **pages),
         "deepseek_v4_c4_state": DeepSeekV4StateHostPool(
             "deepseek_v4_c4_state", [state] * LAYERS, swa_page_size=PAGE, **pages

@@ -41,6 +41,7 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tests.machine.with_sglang.models",
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",  # one thread, one order of additions
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # of two ranks; more than the machine has of NUMA nodes
     "TORCHDYNAMO_DISABLE": "1",  # else the first request waits for a compiler
     # SGLang compiles its hash of pages at the first look-up, once; a flush meanwhile ends the server
     "TORCH_EXTENSIONS_DIR": str(ROOT / "build" / "sglang-extensions"),
@@ -50,7 +51,7 @@ ENVIRONMENT = {
 def documented() -> tuple[list[str], dict[str, Any]]:
     """The arguments in docs/sglang.md after the model, and the JSON that follows them."""
     text = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
-    [(arguments, extra)] = re.findall(r"launch_server --model-path MODEL (.*) '(\{.*\})'\n", text)
+    [(arguments, extra)] = re.findall(r"launch_server --model-path MODEL (.* --hicache.*) '(\{.*\})'\n", text)
     return arguments.split(), json.loads(extra)
 
 
@@ -127,11 +128,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """HiCache's arguments, the JSON of its storage, and environment variables."""
+    """HiCache's arguments, the JSON of its storage, environment variables, and the argument that has the JSON."""
 
     arguments: Sequence[str]
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     variables: dict[str, str] = dataclasses.field(default_factory=dict)
+    section: str = "--hicache-storage-backend-extra-config"
 
 
 def of_transferd(
@@ -143,6 +145,16 @@ def of_transferd(
     return Storage(arguments[:-1], documented_extra | chosen | extra)
 
 
+LINKER = "--unified-cache-external-linker-config"
+
+
+def of_linker(**extra: Any) -> Storage:
+    """What docs/sglang.md has of the external linker, with further keys."""
+    text = (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
+    [(arguments, config)] = re.findall(rf"launch_server --model-path MODEL (.*) {LINKER} '(\{{.*\}})'\n", text)
+    return Storage(arguments.split(), json.loads(config) | {"linker_extra_config": extra}, section=LINKER)
+
+
 class Server:
     """place: where it keeps everything. more: further arguments."""
 
@@ -152,7 +164,7 @@ class Server:
             self._port = probe.getsockname()[1]
         self.place, self.notes = place, place / "notes"
         self.notes.mkdir(exist_ok=True)
-        keys = ["--hicache-storage-backend-extra-config", json.dumps(storage.extra)] if storage.extra else []
+        keys = [storage.section, json.dumps(storage.extra)] if storage.extra else []
         command = [
             sys.executable, "-m", "tests.machine.with_sglang.server", "--model-path", str(model), "--host", "127.0.0.1",
             "--port", str(self._port), *storage.arguments, *keys, *ON_THE_CPU, *more,
@@ -234,7 +246,7 @@ class Server:
         return int(re.findall(r"started one: pid (\d+)", self.log)[-1])
 
     def runs_daemon(self) -> bool:
-        """Whether a daemon lives that it has started. Of two servers that start at once, one has started it in vain."""
+        """Whether a daemon lives that it has started."""
         started = re.findall(r"started one: pid (\d+)", self.log)
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             return bool(started) and Path(f"/proc/{started[-1]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -271,7 +283,13 @@ def noted(directory: Path, what: str) -> list[tuple[str, str]]:
 
 @contextmanager
 def serving(place: Path, model: Path, backend: str = "WitnessHiCache", *more: str, **extra: Any) -> Iterator[Server]:
-    server = Server(place, model, of_transferd(backend, **extra), more)
+    with started(place, model, of_transferd(backend, **extra), more) as server:
+        yield server
+
+
+@contextmanager
+def started(place: Path, model: Path, storage: Storage, more: Sequence[str]) -> Iterator[Server]:
+    server = Server(place, model, storage, more)
     try:
         server.wait()
         yield server

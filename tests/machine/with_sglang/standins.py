@@ -4,12 +4,11 @@ sgl_kernel                        has no build for the CPU on PyPI: names withou
 torchvision._meta_registrations   describes CUDA operators that PyTorch for the CPU does not have: left out
 
 SGLang's host pools pin their memory with CUDA; `nothing_pinned` replaces that call. A server copies pages between its
-device and its host pool with sgl_kernel; `copies_on_the_cpu` has it done with torch, for the layout page_first.
+device and its host pool with sgl_kernel; `copies_on_the_cpu` has torch do it, for each layout of keys and values.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.abc
 import importlib.machinery
@@ -85,42 +84,37 @@ def _unpinned(make: Any) -> Any:
 
 def copies_on_the_cpu() -> None:
     """From now on SGLang's host pools of keys and values copy tokens with torch."""
-    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
-    mha.transfer_kv_all_layer_lf_pf = _device_to_host
-    mha.transfer_kv_per_layer_pf_lf = _host_to_device
+    MHATokenToKVPoolHost.backup_from_device_all_layer = _device_to_host
+    MHATokenToKVPoolHost.load_to_device_per_layer = _host_to_device
 
 
-def _device_to_host(
-    *,
-    src_k_layers: Any,
-    dst_k: Any,
-    src_v_layers: Any,
-    dst_v: Any,
-    src_indices: Any,
-    dst_indices: Any,
-    item_size: int,
-    num_layers: int,
-    **_: int,
-) -> None:
-    """src_*_layers: addresses of each layer's tokens. dst_*: [token, layer, head, dim]. item_size: bytes of a token."""
-    for addresses, target in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
-        for layer in range(num_layers):
-            source = _tokens(int(addresses[layer]), int(src_indices.max()) + 1, item_size, target)
-            target[dst_indices, layer] = source[src_indices]
+def _device_to_host(pool: Any, _: Any, host: Any, device: Any, io_backend: str) -> None:
+    del io_backend
+    for layer in range(pool.layer_num):
+        for part, buffers in enumerate((pool.device_k_buffers, pool.device_v_buffers)):
+            view, at = _of_layer(pool, part, layer, host)
+            view[at] = buffers[layer][device]
 
 
 def _host_to_device(
-    *, src_k: Any, dst_k: Any, src_v: Any, dst_v: Any, src_indices: Any, dst_indices: Any, layer_id: int, **_: int
+    pool: Any, _: Any, host: Any, device: Any, layer: int, io_backend: str, *, is_draft: bool = False
 ) -> None:
-    """src_*: [token, layer, head, dim]. dst_*: the layer's, [token, head, dim]."""
-    dst_k[dst_indices] = src_k[src_indices, layer_id]
-    dst_v[dst_indices] = src_v[src_indices, layer_id]
+    del io_backend, is_draft
+    for part, buffers in enumerate((pool.device_k_buffers, pool.device_v_buffers)):
+        view, at = _of_layer(pool, part, layer, host)
+        buffers[layer][device] = view[at]
 
 
-def _tokens(address: int, count: int, nbytes: int, like: Any) -> Any:
-    """A view of the tokens at an address, with the type and shape of those of a [token, layer, head, dim] tensor."""
-    import torch
-
-    memory = (ctypes.c_char * (count * nbytes)).from_address(address)
-    return torch.frombuffer(memory, dtype=like.dtype).view(count, *like.shape[2:])
+def _of_layer(pool: Any, part: int, layer: int, tokens: Any) -> tuple[Any, Any]:
+    """Keys (part 0) or values of a layer in the host pool, and where tokens lie in them: each is [head, dim]."""
+    page, at = tokens // pool.page_size, tokens % pool.page_size
+    whole = pool.kv_buffer[part]
+    if pool.layout == "layer_first":
+        return whole[layer], tokens
+    if pool.layout == "page_first":
+        return whole[:, layer], tokens
+    if pool.layout == "page_first_direct":
+        return whole[:, layer], (page, at)
+    return whole[:, :, :, layer].transpose(1, 2), (page, at)  # page_head

@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def daemon_of(backend: Any) -> int:
-    process = backend._pools["kv"].link._companion._process
+    process = backend._rank.pools["kv"].link._companion.started.process
     assert process is not None
     return int(process.pid)
 
@@ -101,10 +101,11 @@ def test_deepseek_v4_has_a_main_pool_without_memory_and_the_pools_beside_it_deci
     layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = [""]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: (version[0], 0))
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: (version[0], 0))
     made = pools.deepseek_v4(layout)
     main, beside = made["kv"], {name: pool for name, pool in made.items() if name != "kv"}
     backend = pools.backend(main, pools.config(is_mla=True), **made)
+    assert backend._rank.pools.keys() == {"deepseek_v4", "deepseek_v4_state", "swa"}, "not one for each pool"
     every = [PoolTransfer(name=name, keys=KEYS, host_indices=pools.indices(STORED)) for name in beside]
     assert (backend.batch_exists(KEYS), backend.batch_exists_v2(KEYS, []).kv_hit_pages) == (0, 0)
     assert backend.batch_exists_v2(KEYS, every).kv_hit_pages == 0
@@ -135,7 +136,8 @@ def test_a_killed_daemon_costs_hits_and_the_next_one_is_used() -> None:
     assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))
     os.kill(killed := daemon_of(backend), signal.SIGKILL)
     assert backend.batch_get_v1(KEYS, pools.indices(LOADED)) in ([False] * 20, [True] * 20)
-    wait_until(lambda: backend._pools["kv"].link.ready and daemon_of(backend) != killed, "no new daemon", within=60)
+    link = backend._rank.pools["kv"].link
+    wait_until(lambda: link.ready and daemon_of(backend) != killed, "no new daemon", within=60)
     assert backend.batch_exists(KEYS) == 20
     assert all(backend.batch_get_v1(KEYS, pools.indices(LOADED)))
     assert [pools.read(pool, page) for page in LOADED] == stored
@@ -180,7 +182,7 @@ def test_new_weights_find_nothing_of_the_old_ones_and_pages_of_old_kv_are_not_st
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     version = [""]
-    monkeypatch.setattr("transferd.adapters.sglang.hicache._weight_version", lambda: (version[0], 0))
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: (version[0], 0))
     pool = pools.mha("page_first")
     backend = pools.backend(pool, pools.config())
     assert all(backend.batch_set_v1(KEYS, pools.indices(STORED)))

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.machine.faults.resources import in_own_mounts
 from tests.machine.with_sglang.serving import (
     ADMIN_KEY,
     COMPUTED,
@@ -30,13 +32,16 @@ from tests.machine.with_sglang.serving import (
     Answer,
     Server,
     Storage,
+    of_linker,
     of_transferd,
     serving,
+    started,
     tiny_adapter,
     tiny_model,
 )
 from tests.support.waits import wait_until
 from transferd import SyncClient
+from transferd.client import launch
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -243,12 +248,11 @@ def test_two_servers_share_a_daemon_and_its_store_which_is_full(place: Path, mod
         for server in (first, second):
             for prompt, expected in zip(PROMPTS, right.warm, strict=True):
                 assert server.ask(prompt).like(expected)
-        starter.kill()  # and with it the daemon
-        wait_until(other.runs_daemon, "the other server starts no daemon", within=WITHIN_S)
-        next_daemon(other, 0)
+        starter.kill()  # the daemon stays, for the other one
         other.forget()
         for prompt, expected in zip(PROMPTS, right.warm, strict=True):
             assert other.ask(prompt).like(expected)
+        assert not other.runs_daemon()
         as_stored(other)
     finally:
         first.kill()
@@ -270,6 +274,61 @@ def test_other_policies_answer_as_computed(place: Path, model: Path, write: str,
         stored_pages, loaded_pages = as_stored(server)
         print(f"{stored_pages} pages stored, {loaded_pages} loaded")
         assert stored_pages
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct", "page_head"])
+def test_other_layouts_answer_as_computed(place: Path, model: Path, right: Right, layout: str) -> None:
+    with serving(place, model, "WitnessHiCache", *DEVICE, "--hicache-mem-layout", layout) as server:
+        assert [server.ask(prompt) for prompt in PROMPTS] == right.cold
+        stored(server)
+        server.forget()
+        assert [server.ask(prompt) for prompt in PROMPTS] == right.warm
+        assert as_stored(server) == (PAGES, PAGES)
+
+
+def test_two_ranks_each_store_and_load_their_own_heads(place: Path, model: Path) -> None:
+    with serving(place, model, "WitnessHiCache", *DEVICE, "--tp-size", "2") as server:
+        cold = [server.ask(prompt) for prompt in PROMPTS]
+        stored(server)
+        wait_until(lambda: len(server.noted(STORED)) == 2 * PAGES, "a rank stores no more", within=WITHIN_S)
+        server.forget()
+        warm = [server.ask(prompt) for prompt in PROMPTS]
+        assert all(one.like(other) for one, other in zip(warm, cold, strict=True))
+        assert [one.cached for one in warm] == [(len(prompt) - 1) // PAGE * PAGE for prompt in PROMPTS]
+        assert as_stored(server) == (PAGES, 2 * PAGES)
+        assert sorted(one["name"][-6:] for one in stats(server)["engines"]) == ["tp0-kv", "tp1-kv"]
+
+
+def test_a_full_and_a_read_only_disk_cost_hits_and_no_request(place: Path, model: Path, right: Right) -> None:
+    (blocks := place / "blocks").mkdir()
+    tree = {"storage": {"backend": "file", "file": {"path": str(blocks), "capacity": "64MiB"}}}
+    mounts = in_own_mounts(f"mount -t tmpfs -o size=640k tmpfs {blocks}")  # for about half of the pages
+
+    def remount(how: str) -> None:
+        command = ["nsenter", "--target", str(daemon.pid), "--mount", "mount", "-o", f"remount,{how}", str(blocks)]
+        subprocess.run(command, check=True, timeout=10)
+
+    def answers() -> int:
+        """Ask again, with nothing in SGLang's caches. Returns how many pages were loaded."""
+        server.forget()
+        before = as_computed(server, right, LOADED)
+        for prompt, expected in zip(PROMPTS, right.warm, strict=True):
+            assert server.ask(prompt).like(expected)
+        return as_computed(server, right, LOADED) - before
+
+    with (
+        launch.running(tree, place, prefix=mounts) as daemon,
+        serving(place, model, "WitnessHiCache", *DEVICE, endpoint=daemon.endpoint) as server,
+    ):
+        assert [server.ask(prompt) for prompt in PROMPTS] == right.cold
+        assert answers() < PAGES, "the disk was not full"
+        remount("size=64m")
+        wait_until(lambda: answers() == PAGES, "what had no room is not stored later", within=WITHIN_S)
+        remount("ro")
+        assert answers() == PAGES
+        server.ask([499 - token for token in PROMPTS[0]])
+        assert answers() == PAGES
+        remount("rw")
 
 
 def test_attached_at_run_time_to_private_host_pools(place: Path, model: Path, right: Right) -> None:
@@ -320,6 +379,21 @@ def test_a_retrained_adapter_gets_nothing_of_the_old_one(place: Path, model: Pat
     assert all(one.like(other) for one, other in zip(new, computed, strict=True))
     assert not new[0].like(old[0])
     assert new[1].like(old[1]), "without the adapter nothing has changed"
+
+
+def test_the_external_linker_loads_what_an_earlier_server_has_computed(place: Path, model: Path, right: Right) -> None:
+    for life in range(2):
+        with started(place, model, of_linker(), DEVICE) as server:
+            first = [server.ask(prompt) for prompt in PROMPTS]
+            expected = right.warm if life else right.cold
+            assert all(one.like(other) for one, other in zip(first, expected, strict=True))
+            assert [one.cached for one in first] == [one.cached for one in expected]
+            wait_until(lambda: stats(server)["storage"]["objects"] == PAGES, "SGLang stores no more", within=WITHIN_S)
+            server.forget()
+            again = [server.ask(prompt) for prompt in PROMPTS]
+            assert all(one.like(other) for one, other in zip(again, right.warm, strict=True))
+            assert [one.cached for one in again] == [one.cached for one in right.warm]
+            server.stop()
 
 
 def conversations() -> list[list[int]]:

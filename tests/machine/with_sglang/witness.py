@@ -6,6 +6,7 @@ NoStorage          stores nothing and finds nothing; notes each page that SGLang
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -31,8 +32,9 @@ def _digests(pool: Any, indices: Any) -> list[str]:
 
 
 def _spoil(pool: Any, indices: Any) -> None:
-    """Overwrite pages of a pool with the layout page_first: slots that were freed may still have the right bytes."""
-    pool.kv_buffer[:, indices] = 7.0
+    """Overwrite pages of a pool: slots that were freed may still have the right bytes."""
+    for address, size in zip(*pool.get_page_buffer_meta(indices), strict=True):
+        ctypes.memset(address, 0x40, size)
 
 
 def _note(what: str, keys: Sequence[str], digests: Sequence[str], moved: Sequence[bool]) -> None:

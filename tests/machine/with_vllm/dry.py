@@ -242,7 +242,7 @@ class DryEngine:
 
     def daemon(self) -> int:
         """The pid of the daemon that this engine has started."""
-        return int(self.links[0]._companion._process.pid)
+        return int(self.links[0]._companion.started.process.pid)
 
     def kill_daemon(self) -> None:
         os.kill(self.daemon(), signal.SIGKILL)

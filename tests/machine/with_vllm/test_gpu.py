@@ -22,9 +22,11 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tensor import GpuTensor, layer_views
 from tests.support.cuda.tier import as_numpy
 from transferd.adapters.common.entry import Order
+from transferd.adapters.common.gpu import GpuMemory
 from transferd.adapters.vllm import working
-from transferd.adapters.vllm.gpu import GpuMemory
 from transferd.adapters.vllm.scheduling import Scheduling
+from transferd.adapters.vllm.settings import VLLM
+from transferd.adapters.vllm.working import INSTEAD
 from transferd.client.launch import running
 from transferd.tiers.cuda.engine import DeviceArray
 
@@ -80,8 +82,8 @@ def endpoint(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         owner = tensors[0].device.owner
         ranks = owner.connector._vllm_config.parallel_config.tensor_parallel_size
         return GpuMemory(
-            rank, tensors, layers, gather=lambda own: [own] * ranks, stream=lambda: owner.stream, kind=DEVICE,
-            driver=owner.gpu,
+            rank, tensors, layers, program=VLLM, instead=INSTEAD, gather=lambda own: [own] * ranks,
+            stream=lambda: owner.stream, kind=DEVICE, driver=owner.gpu,
         )  # fmt: skip
 
     monkeypatch.setattr(working, "GpuMemory", memory)

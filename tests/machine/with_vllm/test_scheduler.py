@@ -109,7 +109,7 @@ def test_a_full_store_loses_old_blocks_and_no_byte(place: Path, kind: str) -> No
 def test_two_engines_share_a_daemon_and_what_either_has_stored(place: Path, kind: str) -> None:
     ours, theirs, common = prompts(7, 300, 200), prompts(8, 250), prompts(9, 310)
     with DryEngine(place, kind, blocks=ROOMY) as one, DryEngine(place, kind, blocks=ROOMY) as other:
-        assert other.links[0]._companion._process is None, "the second found the first one's daemon"
+        assert other.links[0]._companion.started.process is None, "the second found the first one's daemon"
         one.run(ours)
         other.run(theirs)
         assert one.run(theirs) == rest(theirs)

@@ -189,3 +189,31 @@ async def test_a_pool_below_is_what_a_node_leaves(open_storage: Open, tmp_path: 
     recorded.assert_awaited_once_with(10)
     other = await open_storage(stack(FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1), remote))
     assert other.storage.pool is None
+
+
+async def test_what_only_memory_has_is_what_no_level_that_outlives_the_process_says_it_has(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store, levels, remote = await three(open_storage, tmp_path)
+    files = levels.all_levels[1]
+    await put(store, 0, 1, 2)
+    await until(lambda: not any(back.pending_bytes for back in levels.write_backs), "the copies are made")
+    assert await levels.only_here() == (0, 0)
+    files.leaving = True  # so the bucket alone counts, and it is asked
+    asked = remote.asked
+    assert await levels.only_here() == (0, 0)
+    assert remote.asked > asked
+    remote.error = StorageUnavailable("no bucket answers")
+    assert await levels.only_here() == (3, 3 * NBYTES)
+    assert levels.all_levels[0].state == "used", "and nothing is taken out"
+    files.leaving = False
+    assert await levels.only_here() == (0, 0)
+
+
+async def test_a_copy_in_another_level_of_memory_does_not_outlive_the_process(open_storage: Open) -> None:
+    below = gated(MemoryStorage(memory_config(100 * NBYTES)), "below")
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), below))
+    assert isinstance(store.storage, LevelsStorage)
+    await put(store, 0, 1)
+    await until(lambda: below.stores == NAMES[:2], "the copies are made")
+    assert await store.storage.only_here() == (2, 2 * NBYTES)

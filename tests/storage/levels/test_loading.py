@@ -140,6 +140,28 @@ async def test_a_level_that_is_too_slow_leaves_its_blocks_to_the_next_and_keeps_
     assert not store.levels.all_levels[1].stuck
 
 
+async def test_a_level_that_gives_up_a_call_that_still_runs_leaves_its_blocks_to_the_next(open_storage: Open) -> None:
+    store, each = await three(open_storage)
+    good, running = each[1].load, asyncio.get_running_loop().create_future()
+    unavailable = Outcome(Found.FAILED, StorageUnavailable("a node does not answer"))
+
+    async def load(items: list[Item], drain: Taken | None, slots: list[memoryview]) -> list[Outcome]:
+        await good(items, drain, slots)
+        return Outcomes.after([unavailable] * len(items), [running])
+
+    each[1].load = load  # type: ignore[assignment, method-assign]
+    slot = store.buffer(NBYTES)
+    outcomes = await store.storage.load([Item(name(0), NBYTES)], None, [slot])
+    assert list(outcomes) == [LEFT], "the slot is in use: the caller comes again with another one"
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
+    await each[2]._behind.quarantine(name(0))
+    nowhere = await store.storage.load([Item(name(0), NBYTES)], None, [store.buffer(NBYTES)])
+    running.set_result(None)
+    assert [outcome.error for outcome in nowhere] == [unavailable.error]
+    await outcomes.returned
+
+
 async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 from tests.storage.harness import Open
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Item
+from transferd.errors import StorageUnavailable
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Found, Item, Outcome, Outcomes
 from transferd.storage.levels.whole_slots import WholeSlots
 
 NBYTES = 500
@@ -44,3 +46,23 @@ async def test_objects_are_made_and_taken_a_few_slots_at_a_time(open_storage: Op
     drain.objects.clear()
     assert await store.storage.load(items, drain, slots) == [LEFT] * 7
     assert drain.objects == {}
+
+
+async def test_slots_that_a_call_still_uses_take_no_further_objects(open_storage: Open) -> None:
+    behind = SimStorage()
+    behind.slots_at_once = None
+    store = await open_storage(WholeSlots(behind, SimThreads()))  # type: ignore[abstract]
+    running = asyncio.get_running_loop().create_future()
+    failed = Outcome(Found.FAILED, StorageUnavailable("a node does not answer"))
+
+    async def load(items: list[Item], *_: object) -> list[Outcome]:
+        return Outcomes.after([failed] * len(items), [running])
+
+    behind.load = load  # type: ignore[method-assign, assignment]
+    items = [Item(f"a/b/c/{i}/0", NBYTES) for i in range(5)]
+    outcomes = await store.storage.load(items, Taken(), [store.buffer(NBYTES) for _ in range(2)])
+    assert list(outcomes) == [failed] * 2 + [LEFT] * 3
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
+    running.set_result(None)
+    await outcomes.returned

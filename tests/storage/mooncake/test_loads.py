@@ -9,12 +9,13 @@ from collections.abc import Sequence
 import pytest
 
 from tests.storage.harness import Harness, Open, pool_storage
+from tests.support.blobs import get
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.storage.base import FOUND, MISSING, Found
-from transferd.storage.mooncake import error_codes
+from transferd.storage.base import FOUND, MISSING, Blob, Found, Outcomes
+from transferd.storage.mooncake import error_codes, peers
 from transferd.storage.mooncake.handshake import Answer
 
 NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
@@ -78,6 +79,28 @@ async def test_a_node_that_hangs_holds_up_its_own_objects_only(harness: Harness,
     assert await hanging == [(FOUND, b"c"), (FOUND, b"a")]
 
 
+async def test_a_call_that_nothing_ends_is_answered_for_its_silent_node_and_keeps_its_buffers(
+    harness: Harness, pool: SimPool, silent: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SUSPECT_S", "CUT_S", "LEAVE_S"):
+        monkeypatch.setattr(peers, name, 0.005)
+    release = threading.Event()
+
+    def before(operation: str, _: Sequence[str]) -> None:
+        assert operation != "get" or release.wait(30)
+
+    pool.before = before
+    silent.add(NODE)
+    buffer = harness.buffer(1, b"?")
+    outcomes = await get(harness.storage, [Blob("a", buffer)])
+    assert [str(outcome.error) for outcome in outcomes] == [peers.unreachable(NODE, "no answer")]
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
+    release.set()
+    await outcomes.returned
+    assert bytes(buffer) == b"a"
+
+
 async def test_a_failed_transfer_names_its_node_and_its_key(harness: Harness, pool: SimPool) -> None:
     pool.answer("get", error_codes.TRANSFER_FAIL)
     ((outcome, _),) = await harness.get(("a", 1))
@@ -88,10 +111,10 @@ async def test_a_failed_transfer_names_its_node_and_its_key(harness: Harness, po
 async def test_objects_of_a_node_that_is_down_fail_at_once_and_no_others(
     harness: Harness, pool: SimPool, silent: set[str]
 ) -> None:
-    peers = harness.storage._peers  # type: ignore[attr-defined]
+    nodes = harness.storage._peers  # type: ignore[attr-defined]
     silent.add(NODE)
-    peers.met({NODE})
-    assert not await peers._answers(peers._known[NODE])
+    nodes.met({NODE})
+    assert not await nodes._answers(nodes._known[NODE])
     (a, _), c = await harness.get(("a", 1), ("c", 1))
     assert a.error is not None
     assert (a.error.reason, NODE in str(a.error)) == ("storage_unavailable", True)

@@ -44,21 +44,38 @@ def lending(nbytes: int) -> MooncakeStorageSection:
 async def test_a_segment_is_lent_for_each_rank_beyond_the_first_and_stays() -> None:
     pool = Pool()
     segments = Segments(lending(64 * MIB), pool.call)
-    for rank in (1, 2, 3, 3):
-        segments.began(rank, rank)
+    first, *more = (Memory(4096, rank) for rank in (1, 2, 3))
+    for memory in (first, *more, more[-1]):
+        segments.began(memory)
     await until(lambda: len(pool.lent) == 2)
-    segments.ended(1)
-    segments.began(4, 1)  # an engine that starts again finds its room
-    segments.began(5, 2)
+    segments.ended(first)
+    later = [Memory(4096, rank) for rank in (1, 2)]  # an engine that starts again finds its room
+    for memory in later:
+        segments.began(memory)
     await until(lambda: len(pool.lent) == 3)
     assert segments.lent == 4
+
+
+async def test_objects_of_several_sizes_of_one_rank_are_one_rank() -> None:
+    """V1's keys and scales are engines of one worker, and routing replay's objects one of the same process."""
+    pool = Pool()
+    segments = Segments(lending(64 * MIB), pool.call)
+    workers = [Memory(4096, rank, process) for process, rank in ((11, 0), (11, 0), (12, 1), (12, 1), (13, 0))]
+    carrier = Memory(4096)  # between levels: no rank's
+    carrier.lender = None
+    for memory in (*workers, carrier):
+        segments.began(memory)
+    await until(lambda: len(pool.lent) == 2)
+    segments.ended(workers[0])
+    assert segments.lent == 3, "two ranks of one engine, and one of another"
 
 
 async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
     pool = Pool()
     segments = Segments(lending(0), pool.call)
-    for rank in range(8):
-        segments.began(rank, rank)
+    ranks = [Memory(4096, rank) for rank in range(8)]
+    for memory in ranks:
+        segments.began(memory)
     await asyncio.sleep(0)
     assert (pool.lent, segments.lent) == ([], 1)
 
@@ -66,9 +83,10 @@ async def test_a_node_that_lends_nothing_lends_nothing_later_either() -> None:
 @pytest.mark.parametrize("answer", [StorageError("this Mooncake version lends one segment only"), -1])
 async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError) -> None:
     segments = Segments(lending(64 * MIB), Pool(answer).call)
+    ranks = [Memory(4096, rank) for rank in range(2)]
     with capture_logs() as logs:
-        for rank in range(2):
-            segments.began(rank, rank)
+        for memory in ranks:
+            segments.began(memory)
         await until(lambda: bool(logs))
     assert [line["event"] for line in logs] == ["the pool gets no segment for a further rank"]
 

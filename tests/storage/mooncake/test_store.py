@@ -19,7 +19,7 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes
 from transferd.storage.mooncake import MooncakeStorage, client, error_codes
 from transferd.storage.mooncake import native_calls as merger
 from transferd.storage.mooncake import store as store_module
@@ -332,20 +332,45 @@ async def test_a_code_for_no_master_opens_the_breaker_and_a_probe_closes_it(
     assert (statistics["errors"], statistics["breaker_opened"], statistics["breaker_reason"]) == (4, 1, "")
 
 
-async def test_a_call_that_hangs_opens_the_breaker_while_it_hangs_and_ends_with_what_it_got(
+async def test_a_load_that_hangs_is_answered_when_the_breaker_opens_and_keeps_its_buffers_until_it_ends(
     start: Start, pool: SimPool
 ) -> None:
     harness = await start(probe_interval=30.0)
     be_impatient(harness)
     held = Held(pool, "get", "exists")  # the master, which is asked while the load hangs
     pool.objects["a"] = b"x"
-    hanging = asyncio.ensure_future(harness.get(("a", 1)))
-    await until(harness.storage, "open")
+    buffer = harness.buffer(1, b"?")
+    outcomes = await get(harness.storage, [Blob("a", buffer)])
+    assert [reason(outcome) for outcome in outcomes] == ["storage_unavailable"]
+    assert str(outcomes[0].error).startswith("mooncake does not answer (a call has been running for more than 0.05 s)")
     with pytest.raises(StorageUnavailable, match=r"a call has been running for more than 0.05 s"):
         await harness.storage.exists(["a"])
-    assert not hanging.done()
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
     held.release.set()
-    assert await hanging == [(FOUND, b"x")]
+    await outcomes.returned
+    assert bytes(buffer) == b"x", "the call went on to its end"
+
+
+async def test_a_look_up_that_hangs_is_answered_when_the_breaker_opens(start: Start, pool: SimPool) -> None:
+    harness = await start(probe_interval=30.0)
+    be_impatient(harness)
+    held = Held(pool, "exists")
+    with pytest.raises(StorageUnavailable, match=r"a call has been running for more than 0.05 s"):
+        await harness.storage.exists(["a"])
+    held.release.set()
+
+
+async def test_a_load_that_still_moves_bytes_when_the_breaker_opens_is_waited_for(start: Start, pool: SimPool) -> None:
+    harness = await start(probe_interval=30.0)
+    held = Held(pool, "get")
+    pool.objects["a"] = b"x"
+    loading = asyncio.ensure_future(harness.get(("a", 1)))
+    assert await asyncio.to_thread(held.entered.wait, 30)
+    harness.storage._breaker.failed("gone")
+    assert not loading.done()
+    held.release.set()
+    assert await loading == [(FOUND, b"x")]
 
 
 async def test_a_load_that_hangs_opens_no_breaker_while_the_master_answers(start: Start, pool: SimPool) -> None:
@@ -443,8 +468,8 @@ async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_m
         await asyncio.sleep(0)
     harness.storage._breaker.failed("gone meanwhile")
     held.release.set()
-    with pytest.raises(StorageUnavailable, match="gone meanwhile"):
-        await waiting
+    ((outcome, _),) = await waiting
+    assert "gone meanwhile" in str(outcome.error)
     await asyncio.gather(*hanging)
     assert ("get", ["late"]) not in pool.calls
 

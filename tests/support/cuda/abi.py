@@ -345,7 +345,7 @@ class FakeLibcuda:
     def _cuMemcpy3DBatchAsync_13000(self, count: int, operations: int, flags: int, stream: int) -> None:
         """CUDA_MEMCPY3D_BATCH_OP has 14 words: two operands (kind, address, row length, layer height, a hint), …"""
         table = np.array((ctypes.c_uint64 * (14 * count)).from_address(operations)).reshape(count, 14)
-        width, height, depth, order = table[:, 10], table[:, 11], table[:, 12], table[:, 13]
+        height, depth, order = table[:, 11], table[:, 12], table[:, 13]
         pointers = (table[:, [0, 5]] == 1).all() and (table[:, [3, 8]] == height[:, None]).all()
         if not pointers or flags or (depth != 1).any() or (order != 1).any() or table[:, [4, 9]].any():
             self.gpu.problems.append(
@@ -354,9 +354,7 @@ class FakeLibcuda:
         here, memory = int(table[0, 1]), self.gpu.memory
         cache = (*memory.owned.values(), *memory.opened.values())
         outward = any(one.start <= here < one.start + one.nbytes for one in cache)
-        device, host = (table[:, 1:3], table[:, 6:8])[:: 1 if outward else -1]
-        rows = np.column_stack((device, host, width, height))
-        self.gpu.copy_row_table(np.ascontiguousarray(rows), stream, outward=outward, batch=True)
+        self.gpu.copy_row_table(table, stream, outward=outward, batch=True)
 
     def _cuModuleLoadData(self, to: int, image: int) -> None:
         if ctypes.string_at(image, 4) != b"\x7fELF":

@@ -31,6 +31,7 @@ from tests.support.cuda.order import NOTHING, Order, Spans
 from tests.support.cuda.shim import ShimKernel, compile_shim
 from tests.support.cuda.signal import Signal
 from transferd.errors import InvariantError, TierError
+from transferd.tiers.cuda.batches import rows_in
 from transferd.tiers.cuda.driver import MAX_PITCH, RowCopy, RowTable
 from transferd.tiers.cuda.kernel import KernelSegment, Move
 
@@ -349,13 +350,14 @@ class FakeGpu(Calls):
 
     def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
         if not batch:
-            for row in table.tolist():
+            for row in rows_in(table, outward=outward).tolist():
                 self.copy_rows(RowCopy._make([*row, outward]), stream)
             return
         with self._call("copy_row_batch"):
             if not len(table) or not self.row_batches:
                 self._refuse("copy_row_batch", "CUDA_ERROR_INVALID_VALUE")
-            for row in self._random.sample(table.tolist(), len(table)):  # there is no order among them
+            rows = rows_in(table, outward=outward).tolist()
+            for row in self._random.sample(rows, len(rows)):  # there is no order among them
                 self._copy_rows("copy_row_batch", RowCopy._make([*row, outward]), stream)
 
     def copy_batch(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> None:

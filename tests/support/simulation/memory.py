@@ -25,6 +25,7 @@ class SimMemory:
         self.pinned = True
         self.urgent = False
         self.rank = 0
+        self.lender = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

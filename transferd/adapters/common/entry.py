@@ -125,6 +125,8 @@ class EngineFacts:
     token: str = field(default="", repr=False)
     fingerprint: Facts = field(default_factory=dict)  # what engines that share blocks have in common (identity.py)
     windows: bool = False  # blocks may share bytes (`Pages`)
+    first_rank: int = 0  # of a group of group_ranks, of which other engines are the rest; 0: all ranks are ours
+    group_ranks: int = 0
 
     @property
     def block_bytes(self) -> int:
@@ -149,6 +151,8 @@ class EngineFacts:
             await client.register(
                 Engine(
                     ranks=self.ranks,
+                    first_rank=self.first_rank,
+                    group_ranks=self.group_ranks,
                     model=self.model,
                     generation=self.generation,
                     layout=cache,

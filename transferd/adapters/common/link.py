@@ -180,13 +180,13 @@ class Link:
         except RuntimeError:  # the link is closed
             done(failed(task, CLOSED, "the engine is shutting down"))
 
-    def carry_out(self, task: StorageTask) -> TaskResult:
+    def carry_out(self, task: StorageTask, progressed: Callable[[int], object] | None = None) -> TaskResult:
         """Like `submit`, but wait in the calling thread for the result.
 
         If the link is closed first, the result is failed and not settled. Do not call it in the link's own thread.
         """
         answer: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
-        self.submit(task, answer.set_result)
+        self.submit(task, answer.set_result, progressed)
         while True:
             try:
                 return answer.result(WATCH_S)

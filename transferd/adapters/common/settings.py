@@ -49,7 +49,8 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Raises ConfigError for settings that contradict each other.
         """
         where = {"endpoint": self.endpoint, "path": self.path}
-        return DaemonFinder(program, **where, capacity=self.capacity_bytes, engine=engine, gpu=gpu)
+        block_bytes = 0 if engine is None else engine.block_bytes
+        return DaemonFinder(program, **where, capacity=self.capacity_bytes, block_bytes=block_bytes, gpu=gpu)
 
 
 def check_size(section: str, key: str, given: int | str) -> None:

@@ -188,7 +188,8 @@ def _block(arguments: TransferArguments) -> dict[str, Any]:
             **_latent(dim),
         }
     if arguments.value_shape != arguments.key_shape:
-        what = f"differs from the keys' {list(arguments.key_shape)}; transferd moves keys and values of one shape"
+        layers = f"in layers 0 to {arguments.layers - 1}, as the command says of all,"
+        what = f"{layers} differs from the keys' {list(arguments.key_shape)}; transferd moves both of one shape"
         raise ConfigError("value_cache_shape", what, list(arguments.value_shape))
     return {"attention": "gqa", "kv_heads": heads, "block_size": tokens, "head_dim": dim}
 

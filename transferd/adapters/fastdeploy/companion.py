@@ -22,22 +22,21 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
 import tomli_w
 
-from transferd.adapters.common.directories import own_directory, own_socket, remove_leftovers, sees_all_gpus
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LEAST_STAGING, STAGED_BLOCKS, StartedDaemon
+from transferd.adapters.common.directories import own_directory, own_socket, sees_all_gpus
 from transferd.adapters.common.packaged import nobody_listens, packaged_endpoint
-from transferd.adapters.common.users import Users
 from transferd.adapters.fastdeploy import words
 from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
-from transferd.client.launch import DaemonProcess, spawn
 from transferd.client.sync_client import SyncClient
 from transferd.config import Config
 from transferd.config.generation import configured_generation
@@ -47,85 +46,38 @@ from transferd.errors import ConfigError, ConnectTimeout, TransferError
 
 log = logging.getLogger(__name__)
 
-ENDPOINT_VARIABLE = "TRANSFERD_ENDPOINT"
 STORE_VARIABLES = ("FILE_BACKEND_STORAGE_DIR", "TRANSFERD_STORAGE__FILE__PATH")
 ANSWER_TIMEOUT_S = 2.0  # a running daemon answers in milliseconds
 START_TIMEOUT_S = 120.0  # enough for CUDA, pinned host memory, a pool's master
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # between two starts of a daemon that keeps ending
 FREE_TIMEOUT_S = 10.0  # for a daemon to notice that the engine before us has ended
-LOOK_S = 1.0  # between two looks for a daemon that another engine has started
 STOP_TIMEOUT_S = 30.0
 ELSEWHERE = f"set {ENDPOINT_VARIABLE} to another address, where a daemon is then started for this engine"
 LARGEST_OBJECT = 32 * 1024**2  # bytes, of V1's: all layers of a block of 64 tokens
-STAGED_BLOCKS = 4  # the least that staging holds, so that storage I/O and copies overlap
 
 
 _pause = threading.Event().wait
 
 
-@dataclass(slots=True)
-class Companion:
+@dataclass(eq=False, kw_only=True)
+class Companion(StartedDaemon):
     """A daemon and how to reach it. Not thread-safe."""
 
-    endpoint: str
     registers: bool  # whether engines register there; else it serves the one of its [cache]
     sections: Mapping[str, Any] | None = None  # how we start it; None for the operator's daemon, which we never start
-    directory: Path = Path()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    process: DaemonProcess | None = None  # if it was started here
-    users: Users | None = None  # of a daemon for several engines
     place: BinaryIO | None = None  # locked while the directory is ours; None if it is shared, or not in use
-    _start_at: float = 0.0  # monotonic
-    _pause: float = FIRST_PAUSE_S / 2
+
+    def configuration(self) -> Mapping[str, Any]:
+        assert self.sections is not None
+        return self.sections
 
     def lives(self) -> bool:
         """Whether the daemon may hold memory. Always true of a daemon that somebody else has started."""
         return self.sections is None or not self.ended
 
-    @property
-    def ended(self) -> bool:
-        """Whether no daemon serves or starts, as far as this can be seen."""
-        if self.process is not None and not self.process.ended():
-            return False
-        if self.users is not None and self.users.join():
-            return False
-        unknown = not self.endpoint.startswith("ipc:") and (self.process is not None or self.users is not None)
-        return unknown or nobody_listens(self.endpoint)
-
     def look(self) -> str:
-        """Start a daemon of ours that has ended, at growing intervals, because the cause may end it again.
-
-        Returns what to log, or "". Raises OSError.
-        """
-        now = time.monotonic()
-        if self.sections is None or now < self._start_at:
-            return ""
-        lived = now - self._start_at > LONGEST_PAUSE_S  # then it has not ended by the cause of an earlier end
-        if self.process is None or self.process.ended():
-            self._start_at = now + LOOK_S
-        if not self.ended:
-            return ""
-        why = "the daemon that another engine had started is gone" if self.process is None else self.process.ended()
-        self._pause = FIRST_PAUSE_S if lived else min(2 * self._pause, LONGEST_PAUSE_S)
-        self._start_at = now + self._pause
-        self.start()
-        return f"{why}; starting it again"
-
-    def start(self) -> None:
-        """Start the daemon, which does not answer yet, unless another engine has just started it. Raises OSError."""
-        assert self.sections is not None
-        if self.process is not None:
-            self.process.stop()  # it has ended
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(self):
-            if not self.ended:
-                self.process = None  # ours has ended, and another engine's serves
-                return
-            remove_leftovers(self.directory)
-            with contextlib.nullcontext(True) if self.users is None else self.users.watched() as tied:
-                self.process = spawn(
-                    self.sections, self.directory, name=str(os.getpid()), tied=tied, environment=self.environment
-                )
+        """What to log, or "": see StartedDaemon. Does nothing for the operator's daemon."""
+        why = "" if self.sections is None else super().look()
+        return why and f"{why}; starting it again"
 
     def await_answer(self) -> None:
         """Wait until a daemon answers; start it if nobody has, or if another engine's ends.
@@ -152,14 +104,10 @@ class Companion:
             return f"no transferd daemon answers at {self.endpoint}"
         return self.process.ended() or f"the transferd daemon does not serve; it logged last: {self.process.last_line}"
 
-    def close(self) -> None:
-        """End a daemon that was started here, within its shutdown_timeout; one that engines share only as the last."""
-        last = self.users is None or self.users.leave()
-        if self.process is not None and last:
-            with contextlib.suppress(Exception):
-                if self.users is None:
-                    self.process.stop(STOP_TIMEOUT_S)
-                self.process.process.wait(STOP_TIMEOUT_S)
+    def close(self, timeout: float = STOP_TIMEOUT_S) -> None:
+        """Leave a daemon that engines start; wait for its end, within its shutdown_timeout, if no other one uses it."""
+        if self.sections is not None:
+            super().close(timeout)
         if self.place is not None:
             self.place.close()
 
@@ -207,7 +155,7 @@ def find_or_start(
             _check_same(running_at, wanted, running)
             _await_free(running_at)
             _check_fingerprint(running_at, fingerprint or {}, running["configured"]["cache"].get("fingerprint", {}))
-        return Companion(running_at, registers)
+        return Companion(endpoint=running_at, registers=registers)
     paths = _store_paths(port, data_parallel_id)
     made = _to_start(wanted, named, paths, environment or {}, fingerprint or {}, objects=objects)
     try:
@@ -235,7 +183,7 @@ def for_objects(backend: str) -> Companion:
     running_at, running = _running(named)
     if running is not None:
         _check_storage(running_at, backend, running["storage"]["backend"])
-        return Companion(running_at, True)
+        return Companion(endpoint=running_at, registers=True)
     return _to_start({"storage": {"backend": backend}}, named, _store_paths(None, 0), {}, {})
 
 
@@ -249,15 +197,6 @@ def _store_paths(port: int | None, data_parallel_id: int) -> dict[str, str]:
     """The variables that name a file store's directory, filled in. Raises ConfigError."""
     set_ones = (name for name in STORE_VARIABLES if os.environ.get(name))
     return {name: filled_in(os.environ[name], port, data_parallel_id, name) for name in set_ones}
-
-
-@contextlib.contextmanager
-def _alone(made: Companion) -> Iterator[None]:
-    """While no other engine starts the same daemon."""
-    with contextlib.ExitStack() as stack:
-        if made.users is not None:
-            fcntl.flock(stack.enter_context((made.directory / "lock").open("wb")), fcntl.LOCK_EX)
-        yield
 
 
 def shares(config: Config) -> bool:
@@ -287,7 +226,7 @@ def _to_start(
         sections["storage"][backend] = {**sections["storage"].get(backend, {}), **settings}
     sections["metrics"] = {"listen": "127.0.0.1:0"}  # the daemon's log names the port
     block = LARGEST_OBJECT if config.cache is None else build_layout(config.cache).block_bytes
-    sections["host"] = {"staging": max(64 * 1024**2, STAGED_BLOCKS * block)}
+    sections["host"] = {"staging": max(LEAST_STAGING, STAGED_BLOCKS * block)}
     if shared := config.cache is None or shares(config):
         sections.pop("cache", None)
         devices = ["shm"] if config.cache is None else [config.cache.device]
@@ -313,9 +252,10 @@ def _to_start(
     sections["recorder"] = {"directory": str(directory / "flight")}
     if not paths:
         sections["storage"]["file"] = {"path": str(directory / "blocks")}
-    endpoint = sections["server"]["endpoint"]
-    users = Users(directory) if shared else None
-    return Companion(endpoint, shared, sections, directory, environment, users=users, place=place)
+    return Companion(
+        endpoint=sections["server"]["endpoint"], directory=directory, environment=environment, registers=shared,
+        sections=sections, place=place,
+    )  # fmt: skip
 
 
 def _without_cache(environment: Mapping[str, str]) -> dict[str, str]:

@@ -47,10 +47,6 @@ class NodeDaemon:
         self._lock = threading.Lock()
 
     @property
-    def listening(self) -> bool:
-        return not nobody_listens(self._companion.endpoint)
-
-    @property
     def starting(self) -> bool:
         return nobody_listens(self._companion.endpoint)
 
@@ -76,9 +72,20 @@ class Objects:
     touches FastDeploy's memory.
     """
 
-    def __init__(self, nbytes: int, daemon: NodeDaemon, model: str, facts: Facts, name: str, kind: str) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        daemon: NodeDaemon,
+        model: str,
+        facts: Facts,
+        name: str,
+        kind: str,
+        rank: int = 0,
+        of: int = 0,
+    ) -> None:
         """name: the engine's. kind: what the objects are; others are never taken for them.
 
+        rank, of: the number in a tensor-parallel group of so many, which chooses the RDMA device; 0: no group.
         Raises TierError without memory for the slots.
         """
         self.nbytes, self.name, self.token = nbytes, name, secrets.token_hex(16)
@@ -90,7 +97,8 @@ class Objects:
             self._free.put(slot)
         engine = EngineFacts(
             name=self.name, model=model, generation="", identity=kind, ranks=1, blocks=count,
-            page_bytes=[nbytes], memory=self._slots.offered(), token=self.token, fingerprint=facts,
+            page_bytes=[nbytes], memory=self._slots.offered(), token=self.token, fingerprint=facts, first_rank=rank,
+            group_ranks=of,
         )  # fmt: skip
         self.link = Link(daemon, self.name, engine.enter, token=self.token)  # type: ignore[arg-type]
         self._numbers = itertools.count()

@@ -162,7 +162,8 @@ class Connector(_OfNode):
         with self._lock:
             if nbytes not in self._objects:
                 name = f"fastdeploy-v1-{os.getpid()}-{self._rank}-{nbytes}"
-                made = Objects(nbytes, self._daemon, self._model, self._facts, name, KIND)
+                ranks = max(self._rank + 1, int(self._facts["tensor parallel"]))
+                made = Objects(nbytes, self._daemon, self._model, self._facts, name, KIND, self._rank, ranks)
                 self._objects[nbytes] = made
                 made.link.wait_ready(wait)
                 if self._rank == 0:

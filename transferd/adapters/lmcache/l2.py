@@ -25,7 +25,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LargestBlock, OneDaemon, cache_directory
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
 from transferd.adapters.common.read_leases import read_in_parts
 from transferd.adapters.common.settings import engine_name
@@ -64,7 +64,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             endpoint=self._chosen.endpoint,
             path=self._chosen.path,
             capacity=self._chosen.capacity_bytes,
-            engine=LargestBlock(self._chosen.buffer_bytes // PARTS),
+            block_bytes=self._chosen.buffer_bytes // PARTS,
         )
         self._attached: dict[ObjectKind, AttachedKind] = {}
         self._groups: dict[tuple[str, int], set[ObjectKind]] = {}  # of a model's object group

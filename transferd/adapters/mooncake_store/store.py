@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, LargestBlock, OneDaemon, cache_directory
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
 from transferd.adapters.common.copied import Pieces
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings, settings
@@ -94,8 +94,8 @@ class MooncakeDistributedStore:
         try:
             self._chosen = settings()
             where = {"endpoint": self._chosen.endpoint, "path": self._chosen.path}
-            room = LargestBlock(self._chosen.buffer_bytes // 4)
-            self._finder = OneDaemon(MOONCAKE, **where, capacity=self._chosen.capacity_bytes, engine=room)
+            block_bytes = self._chosen.buffer_bytes // 4
+            self._finder = OneDaemon(MOONCAKE, **where, capacity=self._chosen.capacity_bytes, block_bytes=block_bytes)
         except TransferError as error:
             MOONCAKE.log.error("transferd: %s", error)
             return INVALID_PARAMS
@@ -114,7 +114,7 @@ class MooncakeDistributedStore:
         return self.setup()
 
     def close(self) -> int:
-        """Leave the daemon; one that was started here ends. Idempotent."""
+        """Leave the daemon, which ends if engines have started it and this was the last. Idempotent."""
         with self._lock:
             attached, self._attached = list(self._attached.values()), {}
             finder, self._finder = self._finder, None

@@ -16,18 +16,17 @@ from transferd.adapters.common import fingerprint
 from transferd.adapters.common.fingerprint import Facts, configuration, configured, short
 from transferd.adapters.sglang import arguments
 from transferd.adapters.sglang.arguments import Arguments
-from transferd.adapters.sglang.pools import PageGrid
-from transferd.adapters.sglang.settings import SECTION, SGLANG, HiCacheSettings
+from transferd.adapters.sglang.pools import PageGrid, kind
+from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 
 MAMBA = "mamba"
 REMOTE = ("remote", "remote_instance", "private")  # load formats
-SET_WEIGHTS = f'set "weights" in --{SECTION}, and change it with the weights'
 MOST_WORDS = 300  # characters
 WHOLE_POOLS = ("MLA", "DSA", "DeepSeekV4")  # begin the names of pools whose pages are equal on every rank
 
 
 def facts(
-    config: Any, name: str, pool: Any, pages: PageGrid, chosen: HiCacheSettings, said: Arguments | None, life: str
+    config: Any, name: str, pool: Any, pages: PageGrid, chosen: PoolSettings, said: Arguments | None, life: str
 ) -> Facts:
     """The facts about a page of one host pool of one rank. Logs what cannot be seen.
 
@@ -38,7 +37,7 @@ def facts(
     of_rank = f"rank {config.tp_rank} of {config.tp_size}"
     return {
         "engine": f"sglang {_version()}",
-        "pool": f"{name}, {type(pool).__name__}, {getattr(pool, 'layout', '')}",
+        "pool": f"{name}, {kind(pool)}, {getattr(pool, 'layout', '')}",
         "pool's format": str(getattr(pool, "storage_format_tag", None) or ""),
         "KV dtype": str(getattr(pool, "dtype", "")),
         "tokens a page": pages.tokens,
@@ -56,14 +55,17 @@ def on_every_rank(config: Any, name: str, pool: Any) -> bool:
 
     That is MLA's cache. State of Mamba layers and a draft model's heads are divided among ranks beside it.
     """
-    return bool(config.is_mla_model) and name != MAMBA and type(pool).__name__.startswith(WHOLE_POOLS)
+    if (said := getattr(pool, "rank_replicated", None)) is not None:
+        return bool(said)
+    whole = all(one.startswith(WHOLE_POOLS) for one in kind(pool).split(" + "))
+    return bool(config.is_mla_model) and name != MAMBA and whole
 
 
-def _of_model(chosen: HiCacheSettings, said: Arguments | None, life: str) -> Facts:
+def _of_model(chosen: PoolSettings, said: Arguments | None, life: str) -> Facts:
     if said is None:
         if not chosen.weights:
             what = "transferd: SGLang's arguments are out of reach, so no other start gets these pages: set "
-            SGLANG.log.warning('%s"weights" in --%s', what, SECTION)
+            SGLANG.log.warning('%s"weights" in --%s', what, chosen.section)
         return {"weights": f"{chosen.weights} (asserted)" if chosen.weights else f"not seen by this start, {life}"}
     place = fingerprint.located(said["model_path"], said.get("revision"), said.get("download_dir"))
     whole = {} if place is None else configured(place if place.is_dir() else Path())
@@ -79,7 +81,7 @@ def _of_model(chosen: HiCacheSettings, said: Arguments | None, life: str) -> Fac
     return found
 
 
-def _adapters(loras: Sequence[Mapping[str, Any]], chosen: HiCacheSettings, life: str) -> str:
+def _adapters(loras: Sequence[Mapping[str, Any]], chosen: PoolSettings, life: str) -> str:
     """The adapters that the server starts with: a page's key has their names and paths, and not what these contain.
 
     A page's key does not show either whether it is an adapter's. So servers share pages only if all of their adapters
@@ -94,15 +96,16 @@ def _warn(what: str) -> None:
     SGLANG.log.warning("transferd: %s", what)
 
 
-def _weights(said: Arguments, path: str, revision: str, chosen: HiCacheSettings, life: str) -> str:
+def _weights(said: Arguments, path: str, revision: str, chosen: PoolSettings, life: str) -> str:
+    set_weights = f'set "weights" in --{chosen.section}, and change it with the weights'
     if said.get("load_format") == "dummy" and not chosen.weights:
         return f"made up from the seed {said.get('random_seed')}"
     if not chosen.weights and _from_elsewhere(said):
-        _warn(f"the weights of {path} do not come from its files, so no other start gets these pages: {SET_WEIGHTS}")
+        _warn(f"the weights of {path} do not come from its files, so no other start gets these pages: {set_weights}")
         return f"not from files, {life}"
     found = fingerprint.look(path, revision=said.get(revision), cache=said.get("download_dir"), asserted=chosen.weights)
     if not found.digest and not chosen.weights:
-        _warn(f"the weights of {path} are not seen, so servers with other weights would share pages: {SET_WEIGHTS}")
+        _warn(f"the weights of {path} are not seen, so servers with other weights would share pages: {set_weights}")
     return fingerprint.weights_fact(found, chosen.weights, life, fingerprint.process_started())
 
 

@@ -2,18 +2,21 @@
 
 In every layout, a pool gives the addresses of a page's pieces (`get_page_buffer_meta`): K and V, or one of each for
 every layer, or all in one. We take sizes and strides from the first pages, and check them against the last page. Each
-pool of each rank is a separate engine of one rank, because each of SGLang's ranks calls its storage separately.
+pool of each rank is a separate engine of one rank, because each of SGLang's ranks calls its storage separately. Pools
+that SGLang moves together, at the same page numbers, are one.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
@@ -21,7 +24,7 @@ from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.memory import Mapped, shared_memory_at
 from transferd.adapters.common.slots import Slots
-from transferd.adapters.sglang.settings import SGLANG, HiCacheSettings, private_memory
+from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
@@ -53,6 +56,31 @@ class PageGrid:
 def has_pages(pool: Any) -> bool:
     """Whether a pool has memory. DeepSeek V4's main pool only numbers the pages that the pools beside it have."""
     return getattr(pool, "kv_buffer", pool) is not None
+
+
+class JoinedPools:
+    """Host pools that SGLang moves together, as one pool: its page is the page of each of them. members: by name."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = members
+        grids = {name: pages_of(name, pool) for name, pool in members.items()}
+        self.page_size = next(iter(grids.values())).tokens
+        self.size = self.page_size * min(one.count for one in grids.values())
+        self.layout = ", ".join(sorted({str(getattr(pool, "layout", "")) for pool in members.values()}))
+        kinds = [f"{name}, {kind(one)}, {getattr(one, 'storage_format_tag', '')}" for name, one in members.items()]
+        self.storage_format_tag = "; ".join(kinds)
+        if any(one.tokens != self.page_size for one in grids.values()):
+            raise _refused(min(members), self, "pools that belong together have other pages")
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        """Where one page lies."""
+        each = [pool.get_page_buffer_meta(indices) for pool in self.members.values()]
+        return [one for addresses, _ in each for one in addresses], [one for _, sizes in each for one in sizes]
+
+
+def kind(pool: Any) -> str:
+    """The name of a pool's class, or those of its members'."""
+    return " + ".join(sorted({type(one).__name__ for one in getattr(pool, "members", {"": pool}).values()}))
 
 
 def pages_of(name: str, pool: Any) -> PageGrid:
@@ -113,6 +141,7 @@ class AttachedPool:
     """One host pool at the daemon. Thread-safe, as SGLang's storage threads need it.
 
     name, host: SGLang's name of the pool, and the pool.
+    clears: see weights.Pooled.
     engine: the engine's name.
     model, generation, fingerprint: of every object.
     starts_daemon: whether a daemon is started here if none runs.
@@ -127,7 +156,7 @@ class AttachedPool:
         engine: str,
         model: str,
         generation: str,
-        chosen: HiCacheSettings,
+        chosen: PoolSettings,
         fingerprint: Mapping[str, Any],
         *,
         starts_daemon: bool,
@@ -146,11 +175,14 @@ class AttachedPool:
             fingerprint=fingerprint,
             **self._memory(),
         )
-        self.cleared: object = None  # another one each time that SGLang empties the pool
-        self._clear = host.clear
-        host.clear = self._watched_clear  # not every pool shows it otherwise
+        members: Mapping[str, Any] = getattr(host, "members", {name: host})
+        self.clears: dict[str, object] = dict.fromkeys(members)
+        self._members = [(one, member, member.clear) for one, member in members.items()]
+        for one, member, clear in self._members:  # not every pool shows it otherwise
+            member.clear = functools.partial(self._watched_clear, one, clear)
         finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
-        self.link = Link(finder, engine, self.facts.enter)
+        enter = functools.partial(self.facts.enter, canary=False)  # every page may be in use
+        self.link = Link(finder, engine, enter)
         self._copies: CopiedBlocks | None = None
         if self._slots is not None:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
@@ -159,20 +191,23 @@ class AttachedPool:
 
     def _memory(self) -> dict[str, Any]:
         """The engine's blocks: the pool's pages, or slots for them if no other process can map the pool."""
+        if getattr(self.host, "on_gpu", False):
+            return {"blocks": self.pages.count, "memory": self.host.device_memory(self.pages)}
         try:
             return {"blocks": self.pages.count, "memory": offered(self.pages)}
         except TierError as error:
-            SGLANG.log.warning("transferd: pages of %s are copied: %s", self.name, private_memory(str(error)))
+            SGLANG.log.warning("transferd: pages of %s are copied: %s%s", self.name, error, self._chosen.to_share)
         self._slots = Slots.within(sum(self.pages.sizes), self._chosen.buffer_bytes)
         return {"blocks": self._slots.count, "memory": self._slots.offered(self.pages.sizes)}
 
-    def _watched_clear(self) -> None:
-        self._clear()
-        self.cleared = object()
+    def _watched_clear(self, name: str, clear: Callable[[], None]) -> None:
+        clear()
+        self.clears[name] = object()
 
     def close(self, timeout: float) -> None:
         """Leave the daemon, in about `timeout` seconds."""
-        self.host.clear = self._clear
+        for _, member, clear in self._members:
+            member.clear = clear
         self.link.close(timeout)
         if self._slots is not None:
             self._slots.close()
@@ -202,8 +237,11 @@ class AttachedPool:
             self._say(result, "stored", stored)
         return stored
 
-    def load(self, keys: Sequence[str], indices: Any) -> list[bool]:
-        """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them."""
+    def load(self, keys: Sequence[str], indices: Any, progressed: Callable[[int], object] | None = None) -> list[bool]:
+        """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them.
+
+        progressed: called with how many leading pieces of all pages are there, if the daemon loads by parts.
+        """
         if self._copies is not None:
             return self._copies.load(keys, self._where(keys, indices))
         task = ReadStorageTask(
@@ -212,8 +250,9 @@ class AttachedPool:
             gpu_block_ids=self.pages.numbers(indices, len(keys)),
             timeout=self._chosen.load_timeout,
             prefix=False,
+            by_parts=progressed is not None or UNSET,
         )
-        result = self.link.carry_out(task)
+        result = self.link.carry_out(task, progressed)
         loaded = result.mask(task)
         if not all(loaded):
             self._say(result, "loaded", loaded)

@@ -1,9 +1,9 @@
-"""The settings of TransferdHiCache, in SGLang's --hicache-storage-backend-extra-config."""
+"""The settings of TransferdHiCache and of TransferdLinker, each in a JSON of SGLang's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from transferd.adapters.common.program import Program
 from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, check_size, parsed
@@ -16,14 +16,18 @@ SECTION = "hicache-storage-backend-extra-config"
 OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size")
 
 
-class HiCacheSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of every adapter, and those of this one.
+class PoolSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of every adapter, and those of SGLang's.
 
+    section: the argument of SGLang that has them.
+    to_share: what to say of pools that no other process can map.
     load_timeout: seconds for one load; after that its pages are computed.
     buffer: memory for the copies on their way, for each pool that is private memory.
     loras: the operator's name for the LoRA adapters of the server's start; "" = by their files.
     """
 
+    section: ClassVar[str]
+    to_share: ClassVar[str] = ""
     load_timeout: float = 10.0
     loras: str = ""
     buffer: int | str = "256MiB"
@@ -33,20 +37,38 @@ class HiCacheSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_
         return int(Size.parse(self.buffer))
 
 
+class HiCacheSettings(PoolSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the storage of HiCache."""
+
+    section = SECTION
+    to_share = (
+        f'; to move them without a copy, start SGLang with "allocator": "shm" in --{SECTION}, as JSON: '
+        "it does not read this key from an @file"
+    )
+
+
+class LinkerSettings(PoolSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of the external linker."""
+
+    section = "unified-cache-external-linker-config"
+
+
+S = TypeVar("S", bound=PoolSettings)
+
+
 def settings(extra: Mapping[str, Any]) -> HiCacheSettings:
-    """Parse SGLang's extra config. Raises ConfigError that names the key."""
+    """Parse the extra config of HiCache. Raises ConfigError that names the key."""
     if not extra.get("interface_v1"):
         what = 'must be 1, or SGLang copies every page once more and calls another interface: add "interface_v1": 1'
         raise ConfigError(f"{SECTION}.interface_v1", what, extra.get("interface_v1", 0))
-    chosen = parsed(SECTION, {key: value for key, value in extra.items() if key not in OF_SGLANG}, HiCacheSettings)
+    return checked({key: value for key, value in extra.items() if key not in OF_SGLANG}, HiCacheSettings)
+
+
+def checked(given: Mapping[str, Any], kind: type[S]) -> S:
+    """Parse the keys of an adapter. Raises ConfigError that names the key."""
+    chosen = parsed(kind.section, given, kind)
     if not 0 < chosen.load_timeout <= LONGEST_TIMEOUT_S:
         what = f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}"
-        raise ConfigError(f"{SECTION}.load_timeout", what, chosen.load_timeout)
-    check_size(SECTION, "buffer", chosen.buffer)
+        raise ConfigError(f"{kind.section}.load_timeout", what, chosen.load_timeout)
+    check_size(kind.section, "buffer", chosen.buffer)
     return chosen
-
-
-def private_memory(why: str) -> str:
-    """What to say of host pools that no other process can map. why: what the kernel says of the memory."""
-    how = 'start SGLang with "allocator": "shm" in'
-    return f"{why}; to move them without a copy, {how} --{SECTION}, as JSON: it does not read this key from an @file"

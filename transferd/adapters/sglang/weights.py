@@ -12,18 +12,22 @@ only once it has emptied every pool.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from transferd.adapters.common.link import RESET, Link
 from transferd.runtime.clock import SYSTEM_CLOCK
 
+UPDATED_FROM_DISK = "model_runner.update_model_fields"  # what SGLang calls it in its record of changed settings
+
 
 class Pooled(Protocol):
-    """A pool at the daemon. cleared: another object each time that SGLang empties it."""
+    """Pools at the daemon, as one engine. clears: by pool, another object each time that SGLang empties it."""
 
-    cleared: object
-    link: Link
+    @property
+    def clears(self) -> Mapping[str, object]: ...
+    @property
+    def link(self) -> Link: ...
 
 
 class WeightVersion:
@@ -39,8 +43,8 @@ class WeightVersion:
         self._seen = version()
         self.generation = self._named()
         self._lock = threading.Lock()
-        self._clears: dict[int, object] = {}  # of each pool, when last seen under the version served
-        self._stale: dict[int, object] = {}  # of the pools that still hold KV of older weights
+        self._clears: dict[tuple[int, str], object] = {}  # of each pool, when last seen under the version served
+        self._stale: dict[tuple[int, str], object] = {}  # of the pools that still hold KV of older weights
 
     def _named(self) -> str:
         return "-".join(part for part in (self._base, self._seen[0]) if part)
@@ -48,7 +52,8 @@ class WeightVersion:
     def follow(self, pools: Collection[Pooled]) -> bool:
         """Have the daemon serve SGLang's weights. Returns whether SGLang's pools are free of KV of older weights."""
         with self._lock:
-            now, clears = self._version(), {id(pool): pool.cleared for pool in pools}
+            now = self._version()
+            clears = {(id(pool), name): seen for pool in pools for name, seen in pool.clears.items()}
             if now != self._seen:
                 unnamed = now[0] == self._seen[0]
                 self._seen, self._stale = now, self._clears or clears
@@ -60,3 +65,15 @@ class WeightVersion:
             }
             self._clears = clears
             return not self._stale
+
+
+def of_sglang() -> tuple[str, int]:
+    """The version that SGLang's last update of the weights has named, "" before the first; how many were from disk."""
+    try:
+        from sglang.srt.runtime_context import get_context, get_serving
+
+        version = str(get_serving().weight_version or "")
+        updates = sum(source == UPDATED_FROM_DISK for source, _ in get_context().overrides_log())
+    except (ImportError, RuntimeError, ValueError, AttributeError):
+        return "", 0
+    return "" if version == "default" else version, updates

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transferd.adapters.common.entry import EngineFacts, Memory, OfferedMemory, Order, Point
+from transferd.adapters.common.gpu import GpuMemory, torch_stream
 from transferd.adapters.common.link import Link
 from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.by_layer import LayerLoads
-from transferd.adapters.vllm.gpu import GpuMemory, torch_stream
 from transferd.adapters.vllm.layers import LayerBlocks, blocks_of, check_shared, distinct, joined
 from transferd.adapters.vllm.settings import VLLM, AdapterSettings
 from transferd.client.client import Client
@@ -18,6 +18,7 @@ from transferd.errors import TierError
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 Gather = Callable[[str], Sequence[str]]
+INSTEAD = "TransferdTier"  # where the connector cannot serve
 
 
 class Working:
@@ -100,11 +101,11 @@ def engine_facts(
 def _memory(rank: int, tensors: list[Any], layers: list[LayerBlocks], gather: Gather) -> Memory:
     kinds = {tensor.device.type for tensor in tensors}
     if kinds == {"cuda"}:
-        return GpuMemory(rank, tensors, layers, gather=gather, stream=torch_stream)
+        return GpuMemory(rank, tensors, layers, program=VLLM, instead=INSTEAD, gather=gather, stream=torch_stream)
     if kinds == {"cpu"}:
         return _host_memory(rank, tensors, layers)
     what = f"KV memory is on {', '.join(sorted(kinds))}; TransferdConnector serves NVIDIA GPUs and CPUs"
-    raise TierError(f"{what}: use TransferdTier")
+    raise TierError(f"{what}: use {INSTEAD}")
 
 
 def _host_memory(rank: int, tensors: list[Any], layers: list[LayerBlocks]) -> OfferedMemory:

@@ -17,11 +17,12 @@ from rich.console import Console
 from transferd.cli.demo_pd.play import PdDemo, PdDemoReport, Prompt, Side, most_blocks, prompts
 from transferd.cli.pool.master import free_port, master_command
 from transferd.cli.replay.kvdata import KvData
-from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest, generated_workload
+from transferd.cli.replay.trace import TraceRequest, generated_workload
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
 from transferd.errors import one_line
 from transferd.runtime.compat import Runner
+from transferd.tasks import TRACE_BLOCK_TOKENS
 
 MODES = ("storage", "direct")
 RANKS = 2

@@ -15,10 +15,10 @@ from statistics import quantiles
 from typing import Any
 
 from transferd.cli.replay.kvdata import KvData
-from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import HandoverFailed
-from transferd.tasks import TaskResult
+from transferd.tasks import TRACE_BLOCK_TOKENS, TaskResult
 
 TIMEOUT_S = 30.0
 MOST_LISTED = 5  # the most errors that a report lists; it counts all

@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Iterator
 
+from transferd.adapters.common.companion import ENDPOINT_VARIABLE
 from transferd.adapters.common.directories import started_daemons
 from transferd.adapters.common.packaged import nobody_listens
-from transferd.adapters.fastdeploy.companion import ENDPOINT_VARIABLE, load_sections
+from transferd.adapters.fastdeploy.companion import load_sections
 from transferd.adapters.fastdeploy.words import storage_in_words, storage_settings
 from transferd.cli.doctor.checks import Diagnosis, fail, ok, warn
 from transferd.cli.doctor.machine import Machine

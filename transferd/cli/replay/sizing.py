@@ -18,13 +18,14 @@ from rich.table import Table
 
 from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.predicted import GivenLevel, predict
-from transferd.cli.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from transferd.cli.replay.trace import TraceRequest
 from transferd.config import Config, LevelSection, Reserve
 from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
 from transferd.storage.base import Storage
 from transferd.storage.registry import backends_of
 from transferd.storage.room import disk_for
+from transferd.tasks import TRACE_BLOCK_TOKENS
 
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these

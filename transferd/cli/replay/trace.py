@@ -17,8 +17,8 @@ import msgspec
 
 from transferd.config.environment import open_regular
 from transferd.errors import RequestError
+from transferd.tasks import TRACE_BLOCK_TOKENS
 
-TRACE_BLOCK_TOKENS = 512  # tokens per hash id
 _Id = Annotated[int, msgspec.Meta(ge=0)]
 
 

@@ -59,7 +59,6 @@ from transferd.wire.kv_events import (
 )
 
 LOOSE = -1  # in place of a slot
-TOKEN_BYTES = 8
 HASHES_PER_EVENT = 1024  # so that no single event grows without bound
 
 
@@ -69,8 +68,8 @@ class Block(NamedTuple):
     hash: int
     parent: int | None  # hash of the block before it; None at the root, and unknown if `linked` is False
     linked: bool
-    # its token ids, little-endian 64-bit integers as bytes; None if unknown or not to be published
-    tokens: bytes | memoryview | None
+    # its token ids, little-endian integers of 64 or 32 bits as bytes; None if unknown or not to be published
+    tokens: bytes | None
 
 
 class _Change(NamedTuple):
@@ -123,8 +122,7 @@ class _Pool:
             if known and (not announce or slot in self._announced.get(block.hash, ())):
                 continue
             self._clear(slot, update)
-            # A copy: the slice would keep the token ids of the whole sequence alive.
-            self._held[slot] = block if block.tokens is None else block._replace(tokens=bytes(block.tokens))
+            self._held[slot] = block
             if announce:
                 self._announce(slot, block.hash, update)
                 update.arrived[block.hash] = block
@@ -158,6 +156,11 @@ class _Pool:
     def hashes(self) -> Collection[int]:
         """All announced hashes. A view."""
         return self._announced.keys()
+
+    def blocks(self) -> list[Block]:
+        """All announced blocks. Those without a slot have only their hashes."""
+        held = ((hash_, self._held.get(next(iter(slots)))) for hash_, slots in self._announced.items())
+        return [Block(hash_, None, False, None) if block is None else block for hash_, block in held]
 
     def _clear(self, slot: int, update: _Update) -> None:
         block = self._held.pop(slot, None)
@@ -207,7 +210,7 @@ class Residency:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects = objects
-        self._block_size = block_size
+        self.block_size = block_size
         self._max_blocks = max_blocks
         self._token_ids = token_ids
         self._keys_of = keys_of
@@ -217,9 +220,10 @@ class Residency:
         self._levels_of = levels_of
         self._changed = changed
         self._device, self._host = _Pool(), _Pool()
-        self._stored: OrderedDict[str, int] = OrderedDict()  # digest -> hash, longest unused first
+        self._stored: OrderedDict[str, Block] = OrderedDict()  # by digest, longest unused first
         self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in levels}  # of those, by medium
         self._events: list[KvEvent] = []
+        self._fresh: list[tuple[str, Block]] = []
 
     # --- what happens -------------------------------------------------------------------------------
 
@@ -241,16 +245,16 @@ class Residency:
 
     def object_left(self, digest: str) -> None:
         """Retract a block because a rank's object of the current generation has left storage."""
-        hash_ = self._stored.pop(digest, None)
-        if hash_ is not None:
-            self._retract(digest, hash_)
+        block = self._stored.pop(digest, None)
+        if block is not None:
+            self._retract(digest, block.hash)
 
     def object_moved(self, digest: str) -> None:
         """Other levels may have a rank's object of the current generation now."""
-        hash_ = self._stored.get(digest)
-        if hash_ is None or not self._at:
+        block = self._stored.get(digest)
+        if block is None or not self._at:
             return
-        there = self._levels_of(digest)
+        hash_, there = block.hash, self._levels_of(digest)
         for number, (medium, at) in enumerate(self._at.items()):
             if there >> number & 1 and digest not in at:
                 at[digest] = hash_
@@ -279,18 +283,28 @@ class Residency:
         events, self._events = self._events, []
         return events
 
-    def announced(self) -> dict[str, Collection[int]]:
-        """The hashes of all announced blocks, by medium. A view, which changes with the announcements."""
-        media: dict[str, Collection[int]] = {
-            MEDIUM_GPU: self._device.hashes,
-            MEDIUM_CPU: self._host.hashes,
-            MEDIUM_STORAGE: self._stored.values(),
+    def drain_stored(self) -> list[tuple[str, Block]]:
+        """The stored blocks that were announced since the last call, and their digests."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def stored(self) -> list[tuple[str, Block]]:
+        """All stored blocks that are announced, and their digests, longest unused first."""
+        return list(self._stored.items())
+
+    def announced(self) -> dict[str, list[Block]]:
+        """All announced blocks, by medium, as of now."""
+        media = {
+            MEDIUM_GPU: self._device.blocks(),
+            MEDIUM_CPU: self._host.blocks(),
+            MEDIUM_STORAGE: list(self._stored.values()),
         }
-        return media | {medium: at.values() for medium, at in self._at.items()}
+        return media | {m: [Block(hash_, None, False, None) for hash_ in at.values()] for m, at in self._at.items()}
 
     def statistics(self) -> dict[str, int]:
         """Announced blocks, by medium."""
-        return {medium: len(hashes) for medium, hashes in self.announced().items()}
+        pools = {MEDIUM_GPU: self._device.hashes, MEDIUM_CPU: self._host.hashes, MEDIUM_STORAGE: self._stored}
+        return {medium: len(blocks) for medium, blocks in (pools | self._at).items()}
 
     # --- tasks --------------------------------------------------------------------------------------
 
@@ -380,19 +394,23 @@ class Residency:
         self._emit_stored(medium, change.stored)
 
     def _announce_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        fresh, digests = [], []
-        for digest, block in zip(self._objects.ids(keys), blocks, strict=True):
+        self._fresh += self.announce_stored(zip(self._objects.ids(keys), blocks, strict=True))
+
+    def announce_stored(self, stored: Iterable[tuple[str, Block]]) -> list[tuple[str, Block]]:
+        """Announce those of these (digest, block) that storage has. Returns those that were not announced yet."""
+        fresh: list[tuple[str, Block]] = []
+        for digest, block in stored:
             if digest in self._stored:
                 self._stored.move_to_end(digest)
             elif self._holds(digest):  # a rank's object may have been evicted since it was stored
-                self._stored[digest] = block.hash
-                fresh.append(block)
-                digests.append(digest)
-        self._emit_stored(MEDIUM_STORAGE, fresh)
-        for digest in digests:
+                self._stored[digest] = block
+                fresh.append((digest, block))
+        self._emit_stored(MEDIUM_STORAGE, [block for _, block in fresh])
+        for digest, _ in fresh:
             self.object_moved(digest)
         while len(self._stored) > self._max_blocks:
-            self._retract(*self._stored.popitem(last=False))
+            self.object_left(next(iter(self._stored)))
+        return fresh
 
     def _retract(self, digest: str, hash_: int) -> None:
         """Note that a block is no longer announced for storage."""
@@ -405,27 +423,21 @@ class Residency:
 
     def _describe(self, keys: Sequence[str], token_ids: TokenIds | None, start: int) -> list[Block]:
         """Describe consecutive blocks of a sequence by their keys; the first is its block `start`."""
-        size, blocks = self._block_size, []
-        raw = token_ids.array.astype("<i8").data.cast("B") if self._token_ids and token_ids is not None else b""
+        size, blocks = self.block_size, []
+        raw, width = _packed(token_ids) if self._token_ids and token_ids is not None else (b"", 1)
         parent: int | None = None
         for i, key in enumerate(keys):
             hash_, linked = block_hash(key), i > 0 or start == 0
-            tokens = raw[(start + i) * size * TOKEN_BYTES : (start + i + 1) * size * TOKEN_BYTES]
+            tokens = raw[(start + i) * size * width : (start + i + 1) * size * width]
             # Without its parent a block's tokens would look like the root of another sequence.
-            whole = linked and len(tokens) == size * TOKEN_BYTES and partial_tokens(key) is None
+            whole = linked and len(tokens) == size * width and partial_tokens(key) is None
             blocks.append(Block(hash_, parent, linked, tokens if whole else None))
             parent = hash_
         return blocks
 
     def _emit_stored(self, medium: str, blocks: Sequence[Block]) -> None:
-        chain: list[Block] = []
-        for block in blocks:
-            if chain and not _follows(block, chain):
-                self._emit([_stored_event(medium, chain, self._block_size)])
-                chain = []
-            chain.append(block)
-        if chain:
-            self._emit([_stored_event(medium, chain, self._block_size)])
+        if blocks:
+            self._emit(stored_events(medium, blocks, self.block_size))
 
     def _emit_removed(self, medium: str, hashes: Iterable[int]) -> None:
         for hash_ in hashes:
@@ -447,16 +459,34 @@ def _tokens_of(task: ReadStorageTask | WriteStorageTask) -> TokenIds | None:
     return None if task.salt else task.token_ids
 
 
+def stored_events(medium: str, blocks: Iterable[Block], block_size: int) -> list[BlockStored]:
+    """The announcements of these blocks: one for each run of them in which each is the child of the one before it."""
+    chains: list[list[Block]] = []
+    for block in blocks:
+        if not chains or not _follows(block, chains[-1]):
+            chains.append([])
+        chains[-1].append(block)
+    return [_stored_event(medium, chain, block_size) for chain in chains]
+
+
+def _packed(token_ids: TokenIds) -> tuple[bytes, int]:
+    """Token ids as bytes, and how many each takes. They are kept while their block is announced, and most fit four."""
+    small = token_ids.array.astype("<u4")
+    if np.array_equal(small, token_ids.array):
+        return small.tobytes(), 4
+    return token_ids.array.astype("<i8").tobytes(), 8
+
+
 def _follows(block: Block, chain: Sequence[Block]) -> bool:
     """Whether a block can be in the same event as those before it."""
     last = chain[-1]
-    same_kind = (block.tokens is None) == (last.tokens is None)
+    same_kind = len(block.tokens or b"") == len(last.tokens or b"")
     return block.linked and block.parent == last.hash and same_kind and len(chain) < HASHES_PER_EVENT
 
 
 def _stored_event(medium: str, chain: Sequence[Block], block_size: int) -> BlockStored:
     raw = b"".join(block.tokens for block in chain if block.tokens is not None)
-    tokens: list[int] = np.frombuffer(raw, "<i8").tolist()
+    tokens: list[int] = np.frombuffer(raw, "<u4" if len(raw) == 4 * block_size * len(chain) else "<i8").tolist()
     return BlockStored(
         block_hashes=[block.hash for block in chain],
         parent_block_hash=chain[0].parent,

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 
 import structlog
 
@@ -18,6 +19,7 @@ from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.remembered import Remembered, place_of
 from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
@@ -31,6 +33,8 @@ from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
 log = structlog.get_logger(__name__)
 
+AGAIN_BLOCKS, AGAIN_S = 1000, 0.1  # announced again at a time after a restart, and the pause after them
+
 
 class KvEventFeed:
     """Publishes every change of residency from `start` to `close`.
@@ -40,6 +44,7 @@ class KvEventFeed:
 
     index: receives all events under the name `node`, and those of other nodes through `peers`.
     sockets: None if `events.endpoint` is empty.
+    remembered: where to note what is announced, and to read what was, of the engine's life before; None to forget it.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class KvEventFeed:
         peers: FollowedNodes | None = None,
         sockets: EventSockets | None = None,
         departures: Departures,
+        remembered: Path | None = None,
     ) -> None:
         """Build the feed, which listens to `departures` from now on.
 
@@ -95,6 +101,8 @@ class KvEventFeed:
         self._dp_rank = config.events.dp_rank
         self._flush: asyncio.Handle | None = None
         self._running = False
+        self._remembered = Remembered(remembered, self.residency) if remembered and reports else None
+        self._again: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Announce that everything is cleared, and begin. The sockets must be bound."""
@@ -105,12 +113,22 @@ class KvEventFeed:
         if self._peers is not None:
             self._peers.start()
 
+    def storage_opened(self) -> None:
+        """Begin to announce again what an earlier life has announced and storage still has."""
+        if self._remembered is not None:
+            self._again = asyncio.get_running_loop().create_task(self._announce_again(self._remembered))
+
     def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
         if self._running:
             self._running = False
             if self._flush is not None:
                 self._flush.cancel()
+            if self._again is not None:
+                self._again.cancel()
+            if self._remembered is not None:
+                self._remembered.note(self.residency.drain_stored())
+                self._remembered.close()
             self.residency.clear()
             self._send()
         if self.sockets is not None:
@@ -127,14 +145,29 @@ class KvEventFeed:
     def generation_changed(self, generation: str) -> None:
         """Retract everything: object names contain another generation now, and device blocks hold other weights' KV."""
         self._generation = generation
-        self.residency.clear()
+        self._clear()
 
     def memory_gone(self, stored: bool) -> None:
         """Retract all blocks in device and host memory; with `stored`, also stored ones, which are unreachable now."""
         if stored:
-            self.residency.clear()
+            self._clear()
         else:
             self.residency.memory_gone()
+
+    def _clear(self) -> None:
+        self.residency.clear()
+        self.residency.drain_stored()
+        if self._again is not None:
+            self._again.cancel()
+        if self._remembered is not None and self._running:
+            self._remembered.forget(self._generation)
+
+    async def _announce_again(self, remembered: Remembered) -> None:
+        """Announce what is still stored of what an earlier life announced, a little at a time."""
+        records = await remembered.read(self._generation)
+        for first in range(0, len(records), AGAIN_BLOCKS):
+            self.residency.announce_stored(records[first : first + AGAIN_BLOCKS])
+            await asyncio.sleep(AGAIN_S)
 
     def up_to_date(self) -> TokenIndex | None:
         """The index, including every task that was answered before this call."""
@@ -155,7 +188,9 @@ class KvEventFeed:
 
     def _send(self) -> None:
         self._flush = None
-        events = self.residency.drain()
+        events, stored = self.residency.drain(), self.residency.drain_stored()
+        if self._remembered is not None:
+            self._remembered.note(stored)
         if self._index is not None:
             for event in events:
                 self._index.apply(self._node, event)
@@ -164,7 +199,8 @@ class KvEventFeed:
 
     def _announced(self) -> list[Announced]:
         self.up_to_date()
-        return [Announced(self._dp_rank, *held) for held in self.residency.announced().items()]
+        size = self.residency.block_size
+        return [Announced(self._dp_rank, *held, size) for held in self.residency.announced().items()]
 
     def _keys_of(self, task: ReadStorageTask | WriteStorageTask) -> Sequence[str]:
         """The keys under which a task's blocks are announced: with token-indexed storage, those of the tokens."""
@@ -207,6 +243,7 @@ def create_kv_event_feed(
     only_flush: bool,
     sockets: EventSockets | None,
     departures: Departures,
+    engine: str,
 ) -> KvEventFeed | None:
     """The feed, or None if there are no followers: routers on sockets, or our own token index. Raises ConfigError."""
     index, node, peers = None, "", None
@@ -229,4 +266,5 @@ def create_kv_event_feed(
         peers=peers,
         sockets=sockets,
         departures=departures,
+        remembered=place_of(config, engine, objects.space),
     )

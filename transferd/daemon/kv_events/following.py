@@ -1,9 +1,10 @@
 """Follows a publisher of KV events without trusting stale announcements. Pure logic, no socket.
 
-Batches carry sequence numbers from 0. Three things can go wrong, each with one remedy:
+Batches carry sequence numbers that count up, from 0 (vLLM) or any number on. Three things can go wrong, each with one
+remedy:
 
     a gap                             batches were missed: request a replay from the first missed one
-    a smaller number                  another daemon at the same address: start over
+    a smaller number                  another publisher at the same address: start over
     the connection breaks             announcements may be stale: drop them, and start over when it is back
 
 To start over, the follower requests a snapshot of all announcements, and the batches after it (snapshot.py). Publishers
@@ -102,7 +103,7 @@ class Follower:
         """Take a batch of the live stream."""
         back = sequence <= self._last_live
         self._last_live = sequence
-        if back:  # another daemon, which has begun again at 0
+        if back:  # another publisher, which has begun anew
             self._new_publisher()
         self._route(sequence, payload)
 

@@ -1,6 +1,7 @@
 """The sockets of KV events: a PUB socket for new batches, a ROUTER socket for replays.
 
-    PUB      [topic, sequence, batch]; the sequence counts batches from 0, 8 bytes big-endian
+    PUB      [topic, sequence, batch]; the sequence counts batches from the microseconds of the clock at the start on,
+             8 bytes big-endian
     ROUTER   request [sequence]                    the first batch to replay, 8 bytes big-endian
              answers [topic, sequence, batch] …    the batches that are still kept, in order
                      [topic, -1, ""]               the end
@@ -12,6 +13,11 @@
 
 These are vLLM's frames (its replay answers contain the topic since 0.26), but for the snapshot, which is ours. A
 publisher without it reads -2 as a number that it has not reached, and answers with the end alone.
+
+Numbers only grow, also over restarts: a subscriber that drops whatever has a number below the last one would otherwise
+hear nothing of a new daemon until that has sent as many batches as the old one. So the new daemon's first batch is a
+gap, and the replay begins with AllBlocksCleared. An empty batch follows a new subscription, so that whoever joins late
+sees a gap, and requests a replay, at once and not with the next event.
 
 Both speak ZMTP themselves (wire/connection.py), not by libzmq, which bounds neither subscriptions nor who ends it.
 
@@ -55,6 +61,7 @@ MAX_REQUEST_BYTES = 256
 MAX_SUBSCRIPTION = 4096  # bytes
 REPLAY_UNREAD = 1024**2  # bytes that wait for a peer before its replay does
 REPLAY_PATIENCE_S = 10.0
+GREET_EVERY_S = 1.0  # between two empty batches, so that subscriptions do not push other batches out of the buffer
 SUBSCRIBERS = frozenset((b"SUB", b"XSUB"))
 
 
@@ -70,8 +77,9 @@ class _Replay:
     """A peer's request for a replay that is not fully answered."""
 
     next: int  # the number of the next batch
-    snapshot: Snapshot | None = None  # the snapshot to send before it, or None
-    rest: Iterator[bytes] | None = None  # the payloads of the snapshot that are left
+    snapshot: Snapshot | None = None  # to send before it, or None
+    rest: Iterator[bytes | None] | None = None  # what is left of the snapshot; None: not ready yet
+    numbered: bool = False  # whether the snapshot goes as ordinary batches
 
 
 class EventSockets:
@@ -98,7 +106,10 @@ class EventSockets:
         self._subscribed: dict[ZmtpConnection, Counter[int]] = {}
         self._kept: deque[_SentBatch] = deque()
         self._kept_bytes = 0
-        self._sequence = 0  # the next batch's number
+        self._first = int(clock.wall() * 1_000_000)  # the first batch's number
+        self._sequence = self._first  # the next batch's number
+        self._greeted = -GREET_EVERY_S  # when an empty batch was sent last, in monotonic seconds
+        self._greeting: asyncio.TimerHandle | None = None
         self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
         # Peers in the order of their turns, and the replays that they have requested.
         self._replays: OrderedDict[ZmtpConnection, deque[_Replay]] = OrderedDict()
@@ -134,9 +145,10 @@ class EventSockets:
 
     def close(self) -> None:
         """Stop at once; subscribers have LINGER_S to read what was sent. Idempotent."""
-        if self._step is not None:
-            self._step.cancel()
-            self._step = None
+        for handle in (self._step, self._greeting):
+            if handle is not None:
+                handle.cancel()
+        self._step = self._greeting = None
         self._replays.clear()
         for acceptor in (self._router, self._pub):
             if acceptor is not None:
@@ -164,6 +176,8 @@ class EventSockets:
             more, prefix = {1: 1, 0: -1}.get(body[0] if body else -1, 0), bytes(body[1:])
         if not more or not self._topic.startswith(prefix):
             return
+        if more > 0 and connection not in self._subscribed:
+            self._greet_soon()
         counts = self._subscribed.setdefault(connection, Counter())
         counts[len(prefix)] += more
         if counts[len(prefix)] <= 0:
@@ -174,6 +188,15 @@ class EventSockets:
     def _unsubscribed(self, connection: ZmtpConnection) -> None:
         self._subscribed.pop(connection, None)
 
+    def _greet_soon(self) -> None:
+        if self._greeting is None and not self._closed:
+            wait = self._greeted + GREET_EVERY_S - self._clock.monotonic()
+            self._greeting = asyncio.get_running_loop().call_later(max(0.0, wait), self._greet)
+
+    def _greet(self) -> None:
+        self._greeting, self._greeted = None, self._clock.monotonic()
+        self._send((), self._config.dp_rank)
+
     # --- new batches --------------------------------------------------------------------------------
 
     def publish(self, events: Sequence[KvEvent], dp_rank: int | None = None) -> None:
@@ -181,9 +204,11 @@ class EventSockets:
 
         dp_rank: the engine's; None for events.dp_rank.
         """
-        if self._pub is None or self._closed or not events:
-            return
-        payload = encode_batch(self._clock.wall(), events, self._config.dp_rank if dp_rank is None else dp_rank)
+        if self._pub is not None and not self._closed and events:
+            self._send(events, self._config.dp_rank if dp_rank is None else dp_rank)
+
+    def _send(self, events: Sequence[KvEvent], dp_rank: int) -> None:
+        payload = encode_batch(self._clock.wall(), events, dp_rank)
         kept = _SentBatch(self._sequence, payload)
         self._sequence += 1
         self._events += len(events)
@@ -226,12 +251,20 @@ class EventSockets:
         self._step_soon()
 
     def _new_replay(self, wanted: bytes) -> _Replay:
-        if wanted != SNAPSHOT:
-            return _Replay(int.from_bytes(wanted, "big"))
+        number = int.from_bytes(wanted, "big")
+        # Whether batches that the peer has not seen are not kept any more.
+        lost = bool(self._announcements) and self._first < self._oldest > number
+        if wanted != SNAPSHOT and not lost:
+            return _Replay(number)
         snapshot = self._useful_snapshot() or self._take_snapshot()
+        if wanted != SNAPSHOT and number + snapshot.count > snapshot.sequence:  # it has no numbers for them
+            return _Replay(number)
         self._snapshots += 1
         start = snapshot.sequence.to_bytes(SEQUENCE_BYTES, "big")
-        return _Replay(snapshot.sequence, snapshot, itertools.chain([start], snapshot.batches()))
+        hashes = itertools.chain([start], snapshot.hashes())
+        rest = hashes if wanted == SNAPSHOT else snapshot.batches()
+        numbered = wanted != SNAPSHOT
+        return _Replay(snapshot.sequence - snapshot.count * numbered, snapshot, rest, numbered)
 
     def _useful_snapshot(self) -> Snapshot | None:
         """A snapshot that is being sent to another peer, so that many requests at once cost the memory of one."""
@@ -275,19 +308,24 @@ class EventSockets:
                 if connection.unread > REPLAY_UNREAD:
                     self._wait(connection)
                     return
-            connection.send(b"", *self._next_of(replay))
+            if frames := self._next_of(replay):
+                connection.send(b"", *frames)
             if replay.next > self._sequence:
                 self._replayed += 1
                 waiting.popleft()
                 return
 
     def _next_of(self, replay: _Replay) -> list[bytes]:
-        """The next answer of a replay. After the last one, `replay.next` is past the next batch's number."""
+        """The next answer of a replay; [] if it is not ready. After the last one, `replay.next` is past the newest."""
         # A snapshot is useless once batches after it are gone. The peer finds the gap, and requests another snapshot.
-        if replay.rest is not None and replay.next >= self._oldest:
-            payload = next(replay.rest, None)
-            if payload is not None:
-                return [self._topic, SNAPSHOT, payload]
+        if replay.snapshot is not None and replay.rest is not None and replay.snapshot.sequence >= self._oldest:
+            for payload in replay.rest:
+                if payload is None:
+                    return []
+                if not replay.numbered:
+                    return [self._topic, SNAPSHOT, payload]
+                replay.next += 1
+                return self._frames(_SentBatch(replay.next - 1, payload))
         replay.snapshot = replay.rest = None
         sequence = max(replay.next, self._oldest)
         if sequence >= self._sequence:
@@ -317,7 +355,7 @@ class EventSockets:
 
     def statistics(self) -> dict[str, Any]:
         return {
-            "batches": self._sequence,
+            "batches": self._sequence - self._first,
             "events": self._events,
             "kept": len(self._kept),
             "kept_bytes": self._kept_bytes,

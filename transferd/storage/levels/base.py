@@ -83,6 +83,11 @@ class Levels(abc.ABC):
 
     names: Sequence[str]
 
+    @property
+    @abc.abstractmethod
+    def out(self) -> list[str]:
+        """The names of levels that no load asks now."""
+
     @abc.abstractmethod
     def having(self, name: str) -> int:
         """The levels that have an object, as far as that is known without I/O: bit i for level i."""

@@ -72,6 +72,14 @@ class Leaving:
         self._sweep.open_anew(level)
         return self._changed(level, {})
 
+    async def only_here(self) -> tuple[int, int]:
+        """Objects and bytes of levels in memory that no level which outlives the process proves to have."""
+        alone: dict[str, int] = {}
+        for level in self._parts.levels:
+            if level.in_memory:
+                alone |= await self._alone_of(level, {}, outlives=True)
+        return len(alone), sum(alone.values())
+
     async def close(self) -> None:
         for task in self._draining.values():
             task.cancel()
@@ -132,14 +140,19 @@ class Leaving:
             level.draining_bytes -= sum(nbytes for _, nbytes, _ in some)
         return proven
 
-    async def _alone_of(self, level: StoreLevel, proven: dict[str, StoreLevel]) -> dict[str, int]:
-        """The lengths of objects that no other level proves to have, by name. proven: by this drain, and where."""
+    async def _alone_of(
+        self, level: StoreLevel, proven: dict[str, StoreLevel], *, outlives: bool = False
+    ) -> dict[str, int]:
+        """The lengths of objects that no other level proves to have, by name.
+
+        proven: by this drain, and where. outlives: other levels in memory do not count.
+        """
         alone = {}
         objects = [one async for one in in_turns(level.storage.index.hottest_first())]
         for start in range(0, len(objects), BATCH):
             some = objects[start : start + BATCH]
             open_ = [name for name, _ in some if not self._still(proven.get(name), name)]
-            found = await self._elsewhere(level, open_) if open_ else {}
+            found = await self._elsewhere(level, open_, outlives=outlives) if open_ else {}
             alone.update({name: nbytes for name, nbytes in some if name in open_ and name not in found})
         return {name: nbytes for name, nbytes in alone.items() if level.has([name]) == [True]}
 
@@ -147,12 +160,14 @@ class Leaving:
         """Whether a level that has proven to have an object has not lost it since, as far as that can be noticed."""
         return where is not None and not where.out and where.seems_to_have(name)
 
-    async def _elsewhere(self, level: StoreLevel, names: Sequence[str]) -> dict[str, StoreLevel]:
+    async def _elsewhere(
+        self, level: StoreLevel, names: Sequence[str], *, outlives: bool = False
+    ) -> dict[str, StoreLevel]:
         """Which other level proves to have each of these, for those that one has."""
         found: dict[str, StoreLevel] = {}
         for one in self._parts.levels:
             open_ = [name for name in names if name not in found]
-            if one is level or one.leaving or not open_:
+            if one is level or one.leaving or (outlives and one.in_memory) or not open_:
                 continue
             try:
                 said = await self._proving.ask(one, open_)

@@ -56,6 +56,12 @@ class Patience:
         limit = UNKNOWN_S if known is None else known
         return limit if until is None else min(limit, max(FLOOR_S, (until - self._now()) / 2))
 
+    @property
+    def p99_s(self) -> float | None:
+        """Seconds a MiB, or a call of less, that 99 of 100 of the latest calls took at most; None without any."""
+        samples = sorted(self._samples)
+        return samples[len(samples) * 99 // 100] if samples else None
+
     def ended(self, seconds: float, nbytes: int = 0) -> None:
         """Note that a call was answered in time."""
         self._samples.append(seconds / max(1.0, nbytes / MIB))
@@ -328,6 +334,8 @@ class StoreLevel:
             "kept_bytes": kept_bytes,
             "slow_calls": sum(one.slow_calls for one in calls),
             "hanging": sum(one.hanging for one in calls),
+            "load_p99_s": self.loads.p99_s,
+            "store_p99_s": self.stores.p99_s,
             "refuses": refuses,
             "state": self.state,
             "draining_bytes": self.draining_bytes,

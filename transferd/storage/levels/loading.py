@@ -115,14 +115,7 @@ class StackLoad:
             groups = self._groups(todo)
             await self._ask_all(groups)
             todo = [i for i in todo if i not in self._outcomes]
-        outcomes = [self._outcomes[i] for i in range(len(self._items))]
-        if not self._late:
-            return outcomes
-        returned: asyncio.Future[None] = asyncio.ensure_future(self._all_late())
-        return Outcomes(outcomes, returned)
-
-    async def _all_late(self) -> None:
-        await asyncio.wait(self._late)
+        return Outcomes.after([self._outcomes[i] for i in range(len(self._items))], self._late)
 
     def _groups(self, todo: Sequence[int]) -> dict[StoreLevel, list[int]]:
         """The items to request from each level next. Decides items for which no level is left."""
@@ -193,6 +186,11 @@ class StackLoad:
             outcomes = [Outcome(Found.FAILED, error)] * len(items)
         else:
             level.loads.ended(parts.now() - began, nbytes)
+        if isinstance(outcomes, Outcomes):  # the level hangs, and may still write to the slots
+            self._late.append(outcomes.returned)
+            parts.watch(outcomes.returned)
+            if self._may_be_elsewhere(level, items):
+                outcomes = [LEFT if outcome.found is Found.FAILED else outcome for outcome in outcomes]
         self.sort(level, which, outcomes)
         await self._promote(level, which, promote, taking)
 

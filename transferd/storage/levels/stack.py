@@ -32,6 +32,7 @@ from transferd.storage.base import (
     Found,
     Index,
     Item,
+    Noted,
     Outcome,
     PoolNode,
     Storage,
@@ -184,6 +185,10 @@ class LevelsStorage(Storage, Index, Levels):
         self._check_open()
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
 
+    async def only_here(self) -> tuple[int, int]:
+        self._check_open()
+        return await self._leaving.only_here()
+
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Report an object when its last copy leaves, as far as that is known without I/O."""
 
@@ -195,6 +200,14 @@ class LevelsStorage(Storage, Index, Levels):
 
         each = [level.storage.index.tell_departures(gone) for level in self.all_levels]
         return all(each)
+
+    def trace(self, noted: Callable[[str], Noted], place: str) -> None:  # noqa: ARG002 - each level has a name
+        for level in self.all_levels:
+            level.storage.index.trace(noted, level.name)
+
+    @property
+    def out(self) -> list[str]:
+        return [level.name for level in self.all_levels if level.out]
 
     def tell(self, changed: Callable[[str], None]) -> None:
         for level in self.all_levels:

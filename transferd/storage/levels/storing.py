@@ -169,7 +169,7 @@ class _Store:
             if todo:
                 todo = await self._store_in(level, todo)
         outcomes = [LEFT if i in self._left else self._outcomes[i] for i in range(len(self._items))]
-        return Outcomes(outcomes, asyncio.ensure_future(_ended(self._late))) if self._late else outcomes
+        return Outcomes.after(outcomes, self._late)
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
         """Store these in one level. Returns those that it did not take."""
@@ -257,7 +257,3 @@ class _Store:
         level.wrote(item.name)
         stored = item.nbytes if answer.found is Found.STORED else None
         self._storing.save(level, item.name, item.use, item.depth, stored, room)
-
-
-async def _ended(late: Sequence[asyncio.Future[None]]) -> None:
-    await asyncio.wait(late)

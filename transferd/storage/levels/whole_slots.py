@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.base import FOUND, LEFT, Drainer, Fill, Found, FrontStorage, Item, Outcome, Storage
+from transferd.storage.base import FOUND, LEFT, Drainer, Fill, Found, FrontStorage, Item, Outcome, Outcomes, Storage
 
 SLOTS = 16  # at a time: a call has a high fixed cost
 
@@ -56,13 +57,15 @@ class WholeSlots(FrontStorage):
         return await uncancelled(self._take(items, drain, slots))
 
     async def _take(self, items: Sequence[Item], drain: Drainer, slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes = [LEFT] * len(items)
+        outcomes, late = [LEFT] * len(items), list[asyncio.Future[None]]()
         for start in range(0, len(items), len(slots)):
-            if not drain.wanted:
+            if not drain.wanted or late:  # `late`: the slots are in use
                 break
             which = range(start, min(start + len(slots), len(items)))
             own = [slots[i - start][: items[i].nbytes] for i in which]
             answers = await self._behind.load([items[i] for i in which], None, own)
+            if isinstance(answers, Outcomes):
+                late.append(answers.returned)
             there = [i for i, answer in zip(which, answers, strict=True) if answer.found is Found.FOUND]
 
             def take(there: Sequence[int] = there, own: Sequence[memoryview] = own, start: int = start) -> list[bool]:
@@ -71,4 +74,4 @@ class WholeSlots(FrontStorage):
             taken = dict(zip(there, await self._threads.run(Direction.IN, take, "objects of a pool"), strict=True))
             for i, answer in zip(which, answers, strict=True):
                 outcomes[i] = (FOUND if taken[i] else LEFT) if i in taken else answer
-        return outcomes
+        return Outcomes.after(outcomes, late)

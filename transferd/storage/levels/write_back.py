@@ -38,7 +38,7 @@ import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.storage.base import Found, Item, Outcome, Storage
+from transferd.storage.base import Found, Item, Outcome, Outcomes, Storage
 from transferd.storage.effects import Traffic
 from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
@@ -65,6 +65,7 @@ class CarryMemory:
 
     pinned = urgent = False
     rank = 0
+    lender = None
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -499,6 +500,8 @@ class WriteBack:
             items = [Item(one.name, one.nbytes, PEEK) for one, _ in its]
             try:
                 answers: Sequence[Outcome] = await source.storage.load(items, None, [slot for _, slot in its])
+                if isinstance(answers, Outcomes):  # it may still write to the slots
+                    await asyncio.wait([answers.returned])
             except StorageError as error:
                 answers = [Outcome(Found.FAILED, error)] * len(its)
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))

@@ -33,7 +33,7 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError, StorageError, StorageUnavailable
 from transferd.storage.base import Blob
 from transferd.storage.mooncake import connections
-from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, describe
+from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, OVERTAKEN, UNSEEN, describe
 
 log = structlog.get_logger(__name__)
 
@@ -282,6 +282,25 @@ class NativeClient:
     def close(self) -> None:
         store, self._store = self._store, None  # a call on a closed client would crash the process
         store.close()
+
+
+def put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
+    """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
+
+    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns each object's nodes, where known.
+    """
+    answers = client.put(batch, alone=alone)
+    held: list[list[str]] = [[] for _ in answers]
+    doubtful = [i for i, code in enumerate(answers) if code == OK or code in OVERTAKEN]
+    keys = [batch.keys[i] for i in doubtful]
+    if doubtful and client.can_locate:
+        for i, holders in zip(doubtful, client.holders(keys), strict=True):
+            held[i] = holders
+            answers[i] = OK if holders else UNSEEN
+    elif doubtful:
+        for i, found in zip(doubtful, client.exists(keys), strict=True):
+            answers[i] = OK if found == 1 else UNSEEN if found == 0 else found
+    return answers, held
 
 
 def registered_address(blob: Blob, registered: Mapping[int, int]) -> int:

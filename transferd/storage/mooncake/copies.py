@@ -260,6 +260,14 @@ class Copies:
                     log.warning("cannot find out whether objects lack copies", problem=str(error))
                 failed = True
 
+    async def alone(self) -> tuple[int, int]:
+        """How many objects only this node has, and their bytes. Raises ConfigError, StorageError."""
+        async with self._turn:
+            self._by = math.inf
+            own = await self._in_thread(lambda client: client.own)
+            found = await self._find(lambda held: _alone(held, own))
+        return len(found), sum(held.nbytes for held in found)
+
     async def _look(self) -> None:
         """Count the objects without enough copies that this node must mend, and mend them if that is configured."""
         async with self._turn:

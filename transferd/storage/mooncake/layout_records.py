@@ -20,7 +20,7 @@ import ctypes
 import mmap
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 
 import structlog
 
@@ -42,21 +42,26 @@ _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 
 Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
 
+Met = Callable[[Collection[str]], None]
+
 
 class LayoutRecords:
     """The layouts of one model in one pool that one daemon has found.
 
     Owns the buffer for records, `nbytes` at `address`: register it before the first `look`, unregister it after
-    `settled`. native: makes one native call; raises StorageError.
+    `settled`. native: makes one native call; raises StorageError. met: told the nodes whose records were read.
     """
 
-    def __init__(self, model: str, layout: BlockLayout, native: Native, clock: Clock) -> None:
+    def __init__(
+        self, model: str, layout: BlockLayout, native: Native, clock: Clock, met: Met = lambda _: None
+    ) -> None:
         self.others: dict[str, str] = {}  # fingerprint: identity
         self.misses = 0  # lookups that another layout could have answered
         self._model = quote_part(model)
         self._layout = layout
         self._native = native
         self._clock = clock
+        self._met = met
         self._memory = mmap.mmap(-1, SLOTS * RECORD_BYTES)
         self.nbytes = len(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -91,8 +96,16 @@ class LayoutRecords:
 
     async def _read(self, slots: Iterable[int]) -> list[int]:
         """Remember the records in these slots. Returns the empty slots."""
-        batch = self._batch(slots)
-        answers = dict(zip(slots, await self._native(lambda client: client.get(batch)), strict=True))
+        batch, nodes = self._batch(slots), set[str]()
+
+        def read(client: PoolClient) -> list[int]:
+            codes = client.get(batch)  # this has connected the library with each node that has one of them
+            if client.can_locate:
+                nodes.update(node for held in client.holders(batch.keys) for node in held if node)
+            return codes
+
+        answers = dict(zip(slots, await self._native(read), strict=True))
+        self._met(nodes)
         for slot, code in answers.items():
             if code == RECORD_BYTES:
                 self._note(self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])

@@ -15,7 +15,7 @@ import enum
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.compat import timeout
@@ -23,6 +23,15 @@ from transferd.runtime.threads import Crew, whose
 from transferd.storage.mooncake.client import KeyBatch
 
 T = TypeVar("T")
+
+
+class LeftRunning(StorageUnavailable):
+    """A call hangs, and nobody waits for it any more. ended: done when the library no longer touches its buffers."""
+
+    def __init__(self, why: StorageUnavailable, ended: asyncio.Future[Any]) -> None:
+        super().__init__(str(why))
+        self.ended = ended
+        ended.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to see it
 
 
 class CallKind(enum.Enum):

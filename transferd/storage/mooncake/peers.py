@@ -10,7 +10,8 @@ The library cannot end a call. If a node's packets vanish, the library waits 60 
 leaves its connections to the kernel, which tries for minutes and backs off further and further: long after the node is
 back, the library still waits for the next try. So once a node is down, we end our connections to it (connections.py)
 until every call to it has returned. Then no transfer is left that could touch a buffer, the task has its answer, and
-the first call after the node's return connects anew.
+the first call after the node's return connects anew. A call that still hangs LEAVE_S later is left: its tasks are
+answered, and it keeps its buffers until it returns (store.py).
 
 A node that answers and is slow keeps its calls: the library's own limits are for those (client.py).
 """
@@ -38,6 +39,7 @@ SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s
 ASK_AGAIN_S = 1.0  # while a node that answers is slow
 PROBE_S, PROBE_TIMEOUT_S = 0.25, 1.0  # of a node that is down
 CUT_S = 0.05  # between two looks for connections to end: the library makes new ones, one after the other
+LEAVE_S = 1.5  # of cutting connections, which usually takes 1 s; then the tasks of the call are answered without it
 DROPPED_S = 15.0  # after so long the master gives no object to a node without a process (--client_ttl=10)
 MOST = 1024  # nodes that are remembered
 FORGET_S = 600.0  # a node that is down is no longer asked once no call has needed it for so long
@@ -51,8 +53,9 @@ class Call:
     """A native call that moves bytes. peers: the nodes that it waits for, set by its thread; empty while unknown."""
 
     peers: frozenset[str] = frozenset()
-    short: int = 0  # stored objects with fewer copies than asked for
+    left: StorageUnavailable | None = None  # why nobody waits for its end any more
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _over: asyncio.Event = field(default_factory=asyncio.Event)  # ended, or left
 
     @property
     def ended(self) -> bool:
@@ -60,6 +63,17 @@ class Call:
 
     def end(self) -> None:
         self._ended.set()
+        self._over.set()
+
+    def leave(self, why: StorageUnavailable) -> None:
+        """Answer those that wait for it: it hangs."""
+        if not self.ended and self.left is None:
+            self.left = why
+            self._over.set()
+
+    async def over(self) -> None:
+        """Wait until it has ended, or was left."""
+        await self._over.wait()
 
     async def ends(self, within: float) -> bool:
         """Wait for its end. Returns False if it still runs after `within` seconds."""
@@ -180,9 +194,12 @@ class Peers:
         while not call.ended:
             suspects = await self._suspects(call)
             await asyncio.gather(*(self._answers(peer) for peer in suspects))
+            until = self._clock.monotonic() + LEAVE_S
             while not call.ended and (down := [peer for peer in suspects if peer.why]):
                 await self._end_connections(down)
                 await call.ends(CUT_S)
+                if self._clock.monotonic() >= until:  # it waits for something that we cannot end
+                    call.leave(StorageUnavailable(unreachable(down[0].endpoint, down[0].why)))
             await call.ends(ASK_AGAIN_S)
 
     async def _suspects(self, call: Call) -> list[Peer]:

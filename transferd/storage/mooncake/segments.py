@@ -1,13 +1,14 @@
 """What a node lends to its pool when each rank lends a part, as each of FastDeploy's transfer processes does.
 
-The client has lent one segment when it joins. Each further rank that is served at the same time adds one. Segments stay
-until the daemon ends: an engine that starts again finds the room, and what is in it, as before.
+The client has lent one segment when it joins. Each further rank that is served at the same time adds one; engines that
+one process registers for the same rank count once, as for objects of several sizes. Segments stay until the daemon
+ends: an engine that starts again finds the room, and what is in it, as before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 
 import structlog
 
@@ -15,6 +16,7 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageError
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.error_codes import describe
+from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
@@ -30,21 +32,22 @@ class Segments:
     ) -> None:
         self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
-        self._served: set[int] = set()  # the addresses of their staging memory
+        self._served: dict[int, Hashable] = {}  # lenders, by the address of their staging memory
         self._running: set[asyncio.Task[None]] = set()
         self.lent = 1  # or being lent
 
-    def began(self, address: int, rank: int) -> None:
-        """A rank, with staging memory at this address, is served from now on."""
-        self._served.add(address)
-        if self._nbytes and len(self._served) > self.lent:
+    def began(self, memory: HostMemory) -> None:
+        """The rank with this staging memory is served from now on."""
+        if memory.lender is not None:
+            self._served[memory.address] = memory.lender
+        if self._nbytes and len(set(self._served.values())) > self.lent:
             self.lent += 1
-            self._running.add(task := asyncio.ensure_future(self._lend(rank)))
+            self._running.add(task := asyncio.ensure_future(self._lend(memory.rank)))
             task.add_done_callback(self._running.discard)
 
-    def ended(self, address: int) -> None:
-        """The rank with staging memory at this address is served no more."""
-        self._served.discard(address)
+    def ended(self, memory: HostMemory) -> None:
+        """The rank with this staging memory is served no more."""
+        self._served.pop(memory.address, None)
 
     async def _lend(self, rank: int) -> None:
         try:

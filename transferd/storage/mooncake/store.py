@@ -2,11 +2,12 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` and `get`
-return only when the native call has returned, even if the caller is cancelled. The worker
-makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker keeps the
-*next* call from waiting: it opens if a call reports that the master does not answer, or if a call is overdue, and
-then every call fails at once. We do not use `health_check`: it answers "healthy" with the master dead.
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` returns only
+when the native call has returned, even if the caller is cancelled. `get` is answered as soon as we know that the call
+hangs because of the master or a node (`LeftRunning`); its `Outcomes` say when the buffers are free. Otherwise the
+worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens if
+a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
+those that wait for a thread or are overdue. We do not use `health_check`: it answers "healthy" with the master dead.
 
 **One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
 same thread.
@@ -38,7 +39,7 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,10 +51,10 @@ from transferd.errors import StillRunning, StorageError, StorageFull, StorageUna
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, PoolNode, SlotStorage
-from transferd.storage.breaker import CircuitBreaker
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes, PoolNode, SlotStorage
+from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, registered_address
+from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, put_and_look, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
 from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
@@ -61,7 +62,7 @@ from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
 from transferd.storage.mooncake.loads import Loads
-from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, Merger, NativeCalls
+from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, LeftRunning, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.mooncake.segments import Segments
 from transferd.storage.prober import Prober
@@ -118,7 +119,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._set_up = set_up
         self._client: PoolClient | None = None
         self._calls: NativeCalls | None = None
-        self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval)
+        self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval, self._leave_stuck)
+        self._stuck: set[Call] = set()  # calls that wait for a thread, or are overdue
         self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._segments = Segments(section, self._copying_call)
@@ -131,7 +133,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
-        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock)
+        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, self._peers.met)
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = connect) -> Self:
@@ -168,10 +170,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     def register(self, memory: HostMemory) -> None:
         self._register(memory.address, memory.nbytes, memory.rank)
-        self._segments.began(memory.address, memory.rank)
+        self._segments.began(memory)
 
     def unregister(self, memory: HostMemory) -> None:
-        self._segments.ended(memory.address)
+        self._segments.ended(memory)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
             self._client.unregister(memory.address)
 
@@ -206,6 +208,9 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
+
+    async def only_here(self) -> tuple[int, int]:
+        return await self._copies.alone()
 
     async def leave(self, within_s: float) -> None:
         try:
@@ -255,7 +260,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
             self._counts[_COUNTED_AS[outcome.found]] += 1
             if outcome is FOUND and blob is not first[blob.name]:
                 blob.data[:] = first[blob.name].data  # the library fills one buffer per key
-        return answers
+        running = {outcome.error.ended for outcome in answers if isinstance(outcome.error, LeftRunning)}
+        return Outcomes.after(answers, running)
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Read it once more, or avoid it (suspects.py). The object stays: others may be able to read it."""
@@ -349,7 +355,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
         def put(client: PoolClient, _: Call) -> list[int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
-            answers, holders = _put_and_look(client, batch, alone=alone or self._peers.in_the_way())
+            answers, holders = put_and_look(client, batch, alone=alone or self._peers.in_the_way())
             held.extend(holders)
             return answers
 
@@ -402,7 +408,10 @@ class MooncakeStorage(SlotStorage, PoolNode):
         outcomes: dict[str, Outcome] = {key: MISSING for key in batch.keys if self._suspects.avoided(key)}
         batch, odd = batch.only([key for key in batch.keys if key not in outcomes]), []
         doubted = [key for key in batch.keys if self._suspects.doubted(key)]
-        answers = await self._loads.run(batch) if batch.keys else {}
+        try:
+            answers = await self._loads.run(batch) if batch.keys else {}
+        except LeftRunning as error:
+            answers = dict.fromkeys(batch.keys, error)
         for key, size in zip(batch.keys, batch.sizes, strict=True):
             code = answers[key]
             assert not isinstance(code, str), key
@@ -439,42 +448,58 @@ class MooncakeStorage(SlotStorage, PoolNode):
         """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered.
+        answered. Unless it stores, also as soon as the breaker opens because calls hang.
         """
-        self._breaker.check()
-        client, calls = self._opened()
-        with self._alarm(self._breaker_fails) as begun:
-            answers = await calls.run(kind, lambda: call(client), begun)
-        self._judge(answers)
-        return answers
+        return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
 
     async def _moving_call(
         self, kind: CallKind, work: Callable[[PoolClient, Call], list[Code]], moves: int
     ) -> tuple[list[Code], Call]:
-        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them."""
+        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them.
+
+        Raises LeftRunning if it hangs because of the master or a node: then the library may still touch them.
+        """
         self._breaker.check()
         client, calls = self._opened()
-        call, before = Call(), (self._clock.monotonic(), self._clock.wall())
-        watching: list[asyncio.TimerHandle] = []
+        call = Call()
+        making = self._to_its_end(calls, kind, lambda: work(client, call), moves, call)
+        made = asyncio.ensure_future(making)
+        if kind is not CallKind.STORE:
+            await call.over()
+        if call.left is not None and not made.done():
+            raise LeftRunning(call.left, made)
+        answers = await made
+        self._judge(answers)
+        return answers, call
+
+    async def _to_its_end(
+        self, calls: NativeCalls, kind: CallKind, work: Callable[[], list[Code]], moves: int, call: Call
+    ) -> list[Code]:
+        before = self._clock.monotonic(), self._clock.wall()
+        timers: list[asyncio.TimerHandle] = []
         self._moving += moves
+        self._stuck.add(call)
+
+        def begun() -> None:
+            self._breaker.check()  # it may have opened while the call waited for a thread
+            self._stuck.discard(call)
+            overdue = functools.partial(self._overdue, call, moves)
+            timers.append(asyncio.get_running_loop().call_later(self._section.timeout, overdue))
+            if moves:
+                timers.append(self._peers.watch(call))
+
         try:
-            with self._alarm(self._ask_the_master) as begun:
-
-                def taken() -> None:
-                    begun()
-                    watching.append(self._peers.watch(call))
-
-                try:
-                    answers = await calls.run(kind, lambda: work(client, call), taken)
-                finally:
-                    call.end()
-                    for timer in watching:
-                        timer.cancel()
+            try:
+                answers = await calls.run(kind, work, begun)
+            finally:
+                call.end()
+                self._stuck.discard(call)
+                for timer in timers:
+                    timer.cancel()
             await self._hold_buffers(moves, answers, before)
         finally:
             self._moving -= moves
-        self._judge(answers)
-        return answers, call
+        return answers
 
     def _judge(self, answers: Sequence[int | str]) -> None:
         """Open the breaker if the master did not answer. Raises StorageUnavailable if it answered for no key."""
@@ -484,29 +509,20 @@ class MooncakeStorage(SlotStorage, PoolNode):
             if all(code in error_codes.NO_ANSWER for code in answers):
                 raise StorageUnavailable(f"Mooncake does not answer ({error_codes.describe(nobody)})")
 
-    @contextlib.contextmanager
-    def _alarm(self, overdue: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Yields a function to call when a native call begins. `overdue` is called if the call exceeds `timeout`."""
-        timer: asyncio.TimerHandle | None = None
-
-        def begun() -> None:
-            nonlocal timer
-            self._breaker.check()  # it may have opened while the call waited for a thread
-            timer = asyncio.get_running_loop().call_later(self._section.timeout, overdue)
-
-        try:
-            yield begun
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    def _breaker_fails(self) -> None:
-        self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
-
-    def _ask_the_master(self) -> None:
-        """A call that moves objects is overdue, perhaps because of a node: ask the master whether it still answers."""
-        if self._doubt is None or self._doubt.done():
+    def _overdue(self, call: Call, moves: int) -> None:
+        """A call has been running for `timeout`. If it moves objects, perhaps because of a node: ask the master."""
+        self._stuck.add(call)
+        if not moves:
+            self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
+        elif self._breaker.state is not BreakerState.CLOSED:
+            self._leave_stuck()
+        elif self._doubt is None or self._doubt.done():
             self._doubt = asyncio.get_running_loop().create_task(self._doubted())
+
+    def _leave_stuck(self) -> None:
+        """The master does not answer: answer those that wait for a thread, or for a call that is overdue."""
+        for call in list(self._stuck):
+            call.leave(self._breaker.refusal())
 
     async def _doubted(self) -> None:
         with contextlib.suppress(StorageError):  # it has opened the breaker
@@ -564,25 +580,6 @@ def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
     for blob in blobs:
         first.setdefault(blob.name, blob)
     return first
-
-
-def _put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
-    """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
-
-    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns each object's nodes, where known.
-    """
-    answers = client.put(batch, alone=alone)
-    held: list[list[str]] = [[] for _ in answers]
-    doubtful = [i for i, code in enumerate(answers) if code == error_codes.OK or code in error_codes.OVERTAKEN]
-    keys = [batch.keys[i] for i in doubtful]
-    if doubtful and client.can_locate:
-        for i, holders in zip(doubtful, client.holders(keys), strict=True):
-            held[i] = holders
-            answers[i] = error_codes.OK if holders else error_codes.UNSEEN
-    elif doubtful:
-        for i, found in zip(doubtful, client.exists(keys), strict=True):
-            answers[i] = error_codes.OK if found == 1 else error_codes.UNSEEN if found == 0 else found
-    return answers, held
 
 
 def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:

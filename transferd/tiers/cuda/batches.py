@@ -40,6 +40,11 @@ class _Attributes(ctypes.Structure):
 Addresses = npt.NDArray[np.uint64]
 
 
+def _place(array: Addresses) -> int:
+    """Its address, in a third of the time that `array.ctypes` takes."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
+
+
 class BatchCopy(Protocol):
     """Submit copies and return 0 or a CUresult. Takes uint64 arrays of equal length, at least one element."""
 
@@ -75,23 +80,19 @@ def _address(api: Any, version: int, name: bytes = b"cuMemcpyBatchAsync") -> int
 def _bound(function: Any, *, fails: bool) -> BatchCopy:
     attributes = _Attributes(order=_STREAM_ORDER)
     first = ctypes.c_size_t(0)  # the attributes apply from copy 0 on
+    failed = ctypes.c_size_t(0)
+    pointers = (
+        ctypes.addressof(attributes),
+        ctypes.addressof(first),
+        1,
+        *([ctypes.addressof(failed)] if fails else []),
+    )
 
     def copy(targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> int:
-        failed = ctypes.c_size_t(0)
-        extra = (ctypes.addressof(failed),) if fails else ()
-        status: int = function(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
-            ctypes.addressof(attributes),
-            ctypes.addressof(first),
-            1,
-            *extra,
-            stream,
-        )
+        status: int = function(*map(_place, (targets, sources, sizes)), len(sizes), *pointers, stream)
         return status
 
+    copy.__dict__["held"] = attributes, first, failed  # as long as the function, which has their addresses
     return copy
 
 
@@ -115,9 +116,8 @@ def find_row_batch(api: Any, version: int) -> RowBatch | None:
         return None
     function = _3D_SINCE_13_0(address)
 
-    def copy(table: RowTable, stream: int, *, outward: bool) -> int:
-        operations = _operations(table, outward=outward)
-        status: int = function(len(operations), operations.ctypes.data, 0, stream)
+    def copy(table: RowTable, stream: int, *, outward: bool) -> int:  # noqa: ARG001 - its addresses say so
+        status: int = function(len(table), _place(table), 0, stream)
         return status
 
     return copy
@@ -141,25 +141,29 @@ def find_rows(api: Any, version: int) -> RowBatch | None:
     return copy
 
 
-def _operations(table: RowTable, *, outward: bool) -> npt.NDArray[np.uint64]:
-    """CUDA_MEMCPY3D_BATCH_OP, 112 bytes each: source at 0, target at 40, extent at 80, then the order and flags.
+# CUDA_MEMCPY3D_BATCH_OP, 112 bytes: source at 0, target at 40, extent at 80, then the order and flags. An operand of
+# kind pointer has that kind, an address, the length of a row, the height of a layer, and a hint.
+_ONE = np.array([_POINTER, 0, 0, 0, 0, _POINTER, 0, 0, 0, 0, 0, 0, 1, _STREAM_ORDER], dtype=np.uint64)
+_WORDS = [1, 2, 3, 6, 7, 8, 10, 11]  # those that differ from one operation to another, and where they are in rows
+_FROM = {True: [0, 1, 5, 2, 3, 5, 4, 5], False: [2, 3, 5, 0, 1, 5, 4, 5]}  # by whether it goes out of the device
 
-    An operand of kind pointer has an address, the length of a row and the height of a layer.
-    """
-    device, device_pitch, host, host_pitch, width, height = table.T
-    source, target = ((device, device_pitch), (host, host_pitch))[:: 1 if outward else -1]
-    operations = np.zeros((len(table), 14), dtype=np.uint64)
-    operations[:, 0] = operations[:, 5] = _POINTER
-    operations[:, 1], operations[:, 2], operations[:, 3] = *source, height
-    operations[:, 6], operations[:, 7], operations[:, 8] = *target, height
-    operations[:, 10], operations[:, 11], operations[:, 12] = width, height, 1
-    operations[:, 13] = _STREAM_ORDER
-    return operations
+
+def row_table(rows: npt.NDArray[np.int64], *, outward: bool) -> RowTable:
+    """Copies of rows as the driver takes them. rows: int64 [n, 6], the first six fields of a RowCopy each."""
+    table = np.empty((len(rows), len(_ONE)), dtype=np.uint64)
+    table[:] = _ONE
+    table[:, _WORDS] = rows[:, _FROM[outward]]
+    return table
+
+
+def rows_in(table: RowTable, *, outward: bool) -> npt.NDArray[np.uint64]:
+    """The rows of which `row_table` has made this."""
+    return table[:, [1, 2, 6, 7, 10, 11] if outward else [6, 7, 1, 2, 10, 11]]
 
 
 def _copies(table: RowTable, *, outward: bool) -> npt.NDArray[np.uint64]:
     """CUDA_MEMCPY2D, 128 bytes each. A side: x, y, kind, host address, device address, array, pitch."""
-    device, device_pitch, host, host_pitch, width, height = table.T
+    device, device_pitch, host, host_pitch, width, height = rows_in(table, outward=outward).T
     copies = np.zeros((len(table), 16), dtype=np.uint64)
     of_device, of_host = (0, 7) if outward else (7, 0)
     copies[:, of_device + 2], copies[:, of_device + 4], copies[:, of_device + 6] = _DEVICE, device, device_pitch
@@ -199,12 +203,12 @@ def _moves_rows(driver: Driver, content: npt.NDArray[np.uint8]) -> bool:
     try:
         driver.register_host(host, 2 * _PAGE)
         try:
-            inward = np.array([[device, wide, host, pitch, width, rows]] * 2, dtype=np.uint64)
+            inward = np.array([[device, wide, host, pitch, width, rows]] * 2, dtype=np.int64)
             inward[1, [0, 2]] += 2048
             outward = inward.copy()
             outward[:, 2] += _PAGE
-            driver.copy_row_table(inward, _DEFAULT_STREAM, outward=False, batch=True)
-            driver.copy_row_table(outward, _DEFAULT_STREAM, outward=True, batch=True)
+            driver.copy_row_table(row_table(inward, outward=False), _DEFAULT_STREAM, outward=False, batch=True)
+            driver.copy_row_table(row_table(outward, outward=True), _DEFAULT_STREAM, outward=True, batch=True)
             driver.synchronize_stream(_DEFAULT_STREAM)
         finally:
             driver.unregister_host(host)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import structlog
 
 from transferd.errors import TierError
-from transferd.tiers.cuda.batches import BatchCopy, RowBatch, find_batch_copy, find_row_batch, find_rows
+from transferd.tiers.cuda.batches import BatchCopy, RowBatch, find_batch_copy, find_row_batch, find_rows, row_table
 from transferd.tiers.cuda.driver import NO_DRIVER, NOT_YET, DeviceInfo, Driver, RowCopy, RowTable, failure
 
 log = structlog.get_logger(__name__)
@@ -316,7 +316,9 @@ class BindingsDriver:
             self.copy(target, source, nbytes, stream)
 
     def copy_rows(self, rows: RowCopy, stream: int) -> None:
-        self._by_address("cuMemcpy2DAsync", self._rows, np.array([rows[:6]], dtype=np.uint64), stream, rows.outward)
+        self._by_address(
+            "cuMemcpy2DAsync", self._rows, row_table(np.array([rows[:6]]), outward=rows.outward), stream, rows.outward
+        )
 
     def copy_row_table(self, table: RowTable, stream: int, *, outward: bool, batch: bool) -> None:
         if batch:

@@ -2,6 +2,7 @@
 
     straight   a DMA for each stretch of bytes that is in one piece on both sides, in batches
     rows       segments that lie equally far apart are the rows of few copies (rows.py)
+    pairs      two blocks' pieces of a segment are two rows of one copy (rows.py), in batches
     gather     a kernel moves the segments between the cache and staging, and a DMA moves whole blocks
 
 A way's cost is the predicted time of a block, and the time that a busy engine loses meanwhile. A kernel of ours takes
@@ -17,7 +18,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-CopyPath = Literal["gather", "rows", "straight"]
+CopyPath = Literal["gather", "rows", "pairs", "straight"]
 
 ENGINE = 1.5  # seconds of our own that a second of the engine is worth
 SHORT = 28 * 1024  # bytes: shorter DMAs of a batch cost more (vLLM #42212; an H100's figures agree)
@@ -34,6 +35,7 @@ class Costs:
     dma_s: what each DMA of a batch adds.
     short_out_s, short_in_s: what each DMA below SHORT adds besides, out of the device and into it.
     row_call_s: what each copy of rows adds. row_s: what each row of it adds.
+    pair_s: what each copy of two blocks' pieces adds; None until it has been measured, and then nothing goes in pairs.
     kernel_loss, copy_loss: the part of its time that an engine loses beside our kernels, and beside copies alone.
     """
 
@@ -44,6 +46,7 @@ class Costs:
     short_in_s: float = 0.96e-6
     row_call_s: float = 5.3e-6
     row_s: float = 0.02e-6
+    pair_s: float | None = None
     kernel_loss: float = 0.57
     copy_loss: float = 0.12
 
@@ -57,6 +60,11 @@ class Costs:
         """Seconds for a block of this many bytes in copies of so many rows each."""
         return nbytes / self.bus + self.row_call_s * len(heights) + self.row_s * sum(heights)
 
+    def pairs(self, pieces: npt.NDArray[np.int64]) -> float:
+        """Seconds for a block of these pieces, each in a copy with another block's. Only where pairs were measured."""
+        assert self.pair_s is not None
+        return float(pieces.sum()) / self.bus + self.pair_s * len(pieces) / 2
+
     def gathered(self, nbytes: int) -> float:
         """Seconds for a block of this many bytes through staging."""
         return nbytes / self.gather
@@ -69,18 +77,21 @@ class Costs:
         outward: bool,
         dma_most: int,
         gathers: bool = True,
+        pairs: bool = False,
     ) -> CopyPath:
         """The way with the least cost for blocks of one shape.
 
         pieces: int64, bytes of each stretch that is in one piece on both sides.
         heights: rows of each copy, if all of the block can go in rows; otherwise empty.
-        gathers: whether there are a kernel and staging.
+        gathers: whether there are a kernel and staging. pairs: whether blocks can go in pairs.
         """
         nbytes = int(pieces.sum())
         beside_copies, beside_kernels = 1 + ENGINE * self.copy_loss, 1 + ENGINE * self.kernel_loss
         costs: dict[CopyPath, float] = {}
         if heights:
             costs["rows"] = self.rows(heights, nbytes) * beside_copies
+        if pairs and self.pair_s is not None:
+            costs["pairs"] = self.pairs(pieces) * beside_copies
         costs["straight"] = self.straight(pieces, outward=outward, dma_most=dma_most) * beside_copies
         if gathers:
             costs["gather"] = self.gathered(nbytes) * beside_kernels

@@ -81,7 +81,7 @@ class RowCopy(NamedTuple):
 
 
 RowTable = npt.NDArray[np.uint64]
-"""uint64 [n, 6], C-contiguous: the first six fields of a RowCopy each."""
+"""uint64 [n, 14], C-contiguous: a CUDA_MEMCPY3D_BATCH_OP each (batches.row_table)."""
 
 MAX_PITCH = 2**31 - 1  # CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
 
@@ -176,7 +176,10 @@ class Driver(Protocol):
         ...
 
     def write_value(self, address: int, value: int, stream: int) -> None:
-        """Write a 64-bit word of device memory when everything before it in the stream is done and visible."""
+        """Write a 64-bit word when everything before it in the stream is done and visible.
+
+        The word is in device memory, or in registered host memory (see DeviceInfo.same_address).
+        """
         ...
 
     def wait_value(self, address: int, value: int, stream: int) -> None:

@@ -32,6 +32,7 @@ from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
+from transferd.tiers.cuda.host_words import open_page
 from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
 
@@ -47,6 +48,7 @@ class _Held:
 
     def __init__(self, driver: Driver, info: DeviceInfo, handle: ipc.CudaHandle) -> None:
         self.driver = driver
+        self.same_address = info.same_address
         self.context = driver.retain(info.index)
         try:
             with driver.current(self.context):
@@ -167,7 +169,16 @@ def timelines(data: Map[str, Any], driver: Driver | None = None) -> EngineTimeli
 def _timelines(held: _Held, handle: ipc.CudaHandle) -> EngineTimelines | None:
     if handle.timelines is None:
         return None
-    return EngineTimelines(held.driver, held.context, held.mapping.words, handle.timelines, held)
+    driver, page = held.driver, None
+    if handle.timelines.page is not None and held.same_address:
+        with driver.current(held.context):
+            page = open_page(handle.timelines.page, driver)
+    address = 0
+    if page is not None:
+        address = page.address
+        held.mapping.keep(page.close)
+        held.mapping.keep(lambda: driver.unregister_host(address))
+    return EngineTimelines(driver, held.context, held.mapping.words, handle.timelines, held, page=address)
 
 
 def _device_with(driver: Driver, uuid: str) -> DeviceInfo:

@@ -29,6 +29,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -59,12 +60,21 @@ class ExportedRegion(msgspec.Struct, frozen=True, kw_only=True):
     into: int = 0  # where the allocation starts in its block of the driver's (see BLOCK); 0 if unknown
 
 
+class ExportedPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A memfd of the daemon's with the words of a rank's timelines (host_words.py)."""
+
+    fd: int  # in the owner's process
+    inode: tuple[int, int]  # device and inode
+    owner: dict[str, Any]  # as owner.as_data() describes it
+
+
 class ExportedTimelines(msgspec.Struct, frozen=True, kw_only=True):
     """The words of a rank's timelines."""
 
     handle: str  # hex of their allocation's IPC handle
     slots: int
     stride: int  # bytes between words
+    page: ExportedPage | None = None  # the same words in host memory
 
 
 class CudaHandle(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +121,12 @@ def _bytes_of(text: str) -> bytes:
     if text and len(handle) != HANDLE_BYTES:
         raise RequestError(f"an IPC handle is {2 * HANDLE_BYTES} hex digits", code="bad_value")
     return handle
+
+
+def _contents(handle: CudaHandle, region: int) -> str:
+    """What a handle says to be in a region, if that is one array: then one layer's memory is of another size."""
+    arrays = [array for array in handle.arrays if array.get("region", 0) == region]
+    return f"{arrays[0].get('plane')} of layer {arrays[0].get('layer')}: " if len(arrays) == 1 else ""
 
 
 class _Allocations:
@@ -196,8 +212,8 @@ class Mapping:
         self._owned = Owned()
         self._allocations = _allocations.setdefault(driver, {}).setdefault(info.uuid, _Allocations())
         try:
-            for region in handle.regions:
-                self.regions.append(self._map(region))
+            for number, region in enumerate(handle.regions):
+                self.regions.append(self._map(region, _contents(handle, number)))
             if handle.event:
                 self._open_event(handle)
             if handle.timelines is not None:
@@ -224,14 +240,14 @@ class Mapping:
             return
         self._owned.add(lambda: self._driver.destroy_event(self.event))
 
-    def _map(self, region: ExportedRegion) -> Region:
+    def _map(self, region: ExportedRegion, contents: str = "") -> Region:
         driver, handle = self._driver, _bytes_of(region.handle)
         address = self._allocations.take(driver, handle)
         self._owned.add(lambda: self._allocations.give(driver, handle))
         address += self._into(address, region)
         room = self._room(address)
         if room is not None and region.offset + region.nbytes > room:
-            problem = f"a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
+            problem = f"{contents}a region of {region.nbytes} bytes at {region.offset} of an allocation that has {room}"
             raise RequestError(problem, code=MISMATCH)
         return Region(address + region.offset, region.nbytes)
 
@@ -260,6 +276,10 @@ class Mapping:
         except TierError:
             return None
         return start + nbytes - address
+
+    def keep(self, undo: Callable[[], None]) -> None:
+        """Call `undo` when this is closed, first."""
+        self._owned.add(undo)
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises the first TierError, after the rest."""

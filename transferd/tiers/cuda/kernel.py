@@ -219,7 +219,6 @@ class SlotDmas:
     hosts: uint64, host addresses.
     offsets: uint64, where in its slot each DMA begins.
     sizes: uint64.
-    calls: the same as tuples of ints.
     first: the index of each chunk's first DMA, in the order of `Cutter.cut`, then the number of DMAs.
     """
 
@@ -236,9 +235,6 @@ class SlotDmas:
             rows = _joined(rows, cuts)
         rows = shortened(rows, most)
         self.hosts, self.offsets, self.sizes = (np.ascontiguousarray(rows[:, i]).view(np.uint64) for i in range(3))
-        self.calls: list[tuple[int, int, int]] = list(
-            zip(self.hosts.tolist(), self.offsets.tolist(), self.sizes.tolist(), strict=True)
-        )
         chunks = int(rows[-1, 3]) + 1
         self.first: list[int] = np.searchsorted(rows[:, 3], np.arange(chunks + 1)).tolist()
 

@@ -4,6 +4,9 @@ If all layers of a cache are in one allocation (the daemon makes only such cache
 the rows of a matrix with a pitch, both in the cache and in a packed block. One call copies them (cuMemcpy2DAsync). It
 needs no kernel and no staging, and takes no turns with the engine's kernels. On an H100 a copy of 160 rows of 16 KiB
 runs at 40 GB/s, of 61 rows of 72 KiB at 50, and of rows of 1 KiB at 13 (docs/adr/0100).
+
+Where each layer is an allocation of its own, no copy may go from one to another. But any two blocks of a layer are two
+rows there, whatever their ids, and in host memory, if the later block lies behind the other one in both.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import Arena
-from transferd.tiers.cuda.driver import MAX_PITCH, RowTable
+from transferd.tiers.cuda.driver import MAX_PITCH
 
+Rows = npt.NDArray[np.int64]  # [n, 6]: the first six fields of a RowCopy each
+WIDTH, HEIGHT = 4, 5
 PLANES = (1, 2)  # keys and values, or their scales, may take turns
 
 
@@ -62,16 +67,94 @@ class RowCopies:
         self.heights: list[int] = table[:, 5].tolist()
         self.widest = max((one.width for one in rows), default=0)
 
-    def __len__(self) -> int:
-        return len(self.heights)
+    def runs(self, block: int) -> npt.NDArray[np.int64]:
+        """int64 [n, 3]: as BlockRows.runs, of all rows of a block."""
+        return np.concatenate([part.runs(block) for part in self.rows])
 
-    def table(self, origin: int, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> RowTable:
+    def table(
+        self,
+        origin: int,
+        blocks: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        _cuts: npt.NDArray[np.int64],
+    ) -> Rows:
         """The copies of these blocks. origin: of the cache. places: where each block begins in host memory."""
         table = np.empty((len(blocks), *self._table.shape), dtype=np.int64)
         table[:] = self._table
         table[:, :, 0] += origin + np.multiply.outer(blocks, self._strides)
         table[:, :, 2] += places[:, None]
-        return table.reshape(-1, 6).view(np.uint64)
+        return table.reshape(-1, 6)
+
+
+class PairCopies:
+    """The copies of two rows each that move blocks two by two. packed_offsets: of each segment in a packed block."""
+
+    def __init__(self, cache: Arena, packed_offsets: npt.NDArray[np.int64]) -> None:
+        self._cache = cache.geometry
+        self._packed = packed_offsets
+        self.nbytes = cache.geometry.nbytes
+
+    def runs(self, block: int) -> npt.NDArray[np.int64]:
+        """int64 [n, 3]: as BlockRows.runs, of all segments of a block."""
+        return np.stack((self._cache.offsets + block * self._cache.strides, self._packed, self._cache.nbytes), axis=1)
+
+    def pieces(
+        self, origin: int, blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of each segment of these blocks: its address in the cache, its address in host memory, and its bytes."""
+        cache = self._cache
+        here = np.multiply.outer(blocks, cache.strides)
+        here += cache.offsets + origin
+        return here.ravel(), np.add.outer(places, self._packed).ravel(), np.tile(cache.nbytes, len(blocks))
+
+    def table(
+        self,
+        origin: int,
+        blocks: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        cuts: npt.NDArray[np.int64],
+    ) -> Rows:
+        """The copies of these blocks, as RowCopies.table. A block that has no partner is copies of one row.
+
+        cuts: addresses in host memory that no copy may cross, ascending; no block crosses one by itself.
+        """
+        first, second = _partners(blocks, places)
+        steps, pitches = blocks[second] - blocks[first], places[second] - places[first]
+        longest = int(self._cache.strides.max())
+        fits = (steps > 0) & (steps * longest <= MAX_PITCH) & (pitches > 0) & (pitches <= MAX_PITCH)
+        fits &= np.searchsorted(cuts, places[first], side="right") == np.searchsorted(
+            cuts, places[second], side="right"
+        )
+        first, steps, pitches = first[fits], steps[fits], pitches[fits]
+        alone = np.ones(len(blocks), dtype=bool)
+        alone[first] = alone[second[fits]] = False
+        order = np.concatenate((first, np.flatnonzero(alone)))
+        table = np.empty((len(order), len(self._packed), 6), dtype=np.int64)
+        np.add(self._cache.offsets + origin, np.multiply.outer(blocks[order], self._cache.strides), out=table[:, :, 0])
+        np.add.outer(places[order], self._packed, out=table[:, :, 2])
+        table[:, :, 1] = table[:, :, 3] = table[:, :, 4] = self._cache.nbytes
+        table[:, :, 5] = 1
+        pairs = table[: len(first)]
+        np.multiply.outer(steps, self._cache.strides, out=pairs[:, :, 1])
+        pairs[:, :, 3], pairs[:, :, 5] = pitches[:, None], 2
+        return table.reshape(-1, 6)
+
+
+def _partners(
+    blocks: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Indices of pairs of blocks, of which the second lies behind the first on both sides.
+
+    The half with the smaller ids has the first ones. Both halves are in the order of their places, and the second half
+    moves on until each partner lies behind: by about the root of their number, if they are in no order.
+    """
+    half = len(blocks) // 2
+    order = np.argsort(blocks, kind="stable")
+    first, second = (side[np.argsort(places[side], kind="stable")] for side in (order[:half], order[half:]))
+    before = np.searchsorted(places[second], places[first]) - np.arange(half)
+    late = max(0, int(before.max(initial=0)))
+    count = min(half, len(second) - late)
+    return first[:count], second[late : late + count]
 
 
 def block_rows(

@@ -11,6 +11,8 @@ device, and the launch carries the block ids, so there is nothing to keep alive 
 The "rows" path has no stages either: the copy engine finds a block's segments by itself, where they lie equally far
 apart (rows.py). It needs no kernel, so it takes no turns with the engine's kernels.
 
+The "pairs" path makes rows of two blocks' pieces of a segment, where layers lie apart.
+
 The "straight" path issues one DMA per run, directly between cache and host memory. It serves runs so long
 that the DMA engine's cost per run does not matter, and copies that cannot be gathered: plans made only of
 runs, and host memory in which a block is not one dense range.
@@ -28,7 +30,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +40,7 @@ from transferd.blocks.copyplan import CopyPlan, Moves, joined_segments
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import DeviceLost, TierError
 from transferd.tiers.base import HostMemory
+from transferd.tiers.cuda.batches import row_table
 from transferd.tiers.cuda.costs import CopyPath
 from transferd.tiers.cuda.driver import Driver, RowTable
 from transferd.tiers.cuda.kernel import (
@@ -55,16 +58,18 @@ from transferd.tiers.cuda.kernel import (
 )
 from transferd.tiers.cuda.owned import Owned
 from transferd.tiers.cuda.pinning import boundaries, is_registered
-from transferd.tiers.cuda.rows import RowCopies, block_rows
+from transferd.tiers.cuda.rows import HEIGHT, WIDTH, PairCopies, RowCopies, block_rows
 from transferd.tiers.cuda.tuning import DEFAULT, Tuning
 
 BATCH_MOST = 256  # DMAs in one batch
 # Segment tables that have room from the start. To allocate during a copy may wait for a wait of another task.
 MORE_ORDERS = 2
 STEP_BYTES = 32 * 1024**2  # about as many as are submitted at a time
+LOT = 1024  # copies of rows that are written down for the driver at a time: they stay in the processor's cache
 
 Ids = npt.NDArray[np.int64]
 Addresses = npt.NDArray[np.uint64]
+Pieces = tuple[Addresses, Addresses, Addresses]  # targets, sources, bytes
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +87,8 @@ class PackedOrder:
 
     table: int  # the kernel's, in device memory; 0 if nothing is gathered
     cutter: Cutter
-    rows: RowCopies  # all segments of such a block; empty if they cannot be copied as rows
+    rows: RowCopies  # all segments of such a block; without any if they cannot be copied as rows
+    pairs: PairCopies
     # by whether the copy goes out of the device, and whether the host memory is registered
     ways: Mapping[tuple[bool, bool], CopyPath]
 
@@ -117,10 +123,12 @@ def plan_order(
     tuning: Tuning,
     *,
     gathers: bool = True,
+    pairs: bool = False,
 ) -> tuple[PackedOrder, bytes]:
     """How blocks with their segments in this order are copied, and the kernel's table, which is not uploaded yet.
 
-    gathers: whether there are a kernel and staging. allocations: as in KernelTable.
+    gathers: whether there are a kernel and staging. pairs: whether copies of rows go in batches, as pairs must.
+    allocations: as in KernelTable.
     """
     cache, offsets = _joined(cache, order, slot_bytes)
     order = np.argsort(offsets, kind="stable")
@@ -134,11 +142,12 @@ def plan_order(
             outward=outward,
             dma_most=tuning.dma_most,
             gathers=gathers,
+            pairs=pairs and registered and 2 * int(cache.geometry.nbytes.max()) <= tuning.dma_most,
         )
         for outward in (True, False)
         for registered in (True, False)
     }
-    return PackedOrder(0, cutter, rows, ways), segment_table(cache, cutter.offsets, order)
+    return PackedOrder(0, cutter, rows, PairCopies(cache, offsets), ways), segment_table(cache, cutter.offsets, order)
 
 
 def _joined(cache: Arena, order: Ids, slot_bytes: int) -> tuple[Arena, Ids]:
@@ -169,6 +178,16 @@ def upload_table(driver: Driver, table: bytes, stream: int, owned: Owned, room: 
     return address
 
 
+def _steps(sizes: npt.NDArray[Any]) -> list[tuple[slice, int]]:
+    """Copies of these bytes, in order, by what is submitted at a time: which, and how many bytes they have."""
+    if not len(sizes):
+        return []
+    step = max(1, min(BATCH_MOST, STEP_BYTES * len(sizes) // max(1, int(sizes.sum()))))
+    starts = np.arange(0, len(sizes), step)
+    moved = np.add.reduceat(sizes, starts).tolist()
+    return [(slice(start, start + step), nbytes) for start, nbytes in zip(starts.tolist(), moved, strict=True)]
+
+
 @dataclass(frozen=True, slots=True)
 class _StagingSlot:
     address: int
@@ -195,7 +214,7 @@ class Submitter:
         self.preferred = copy_path
         self.batching = kernel_table.batches
         self.row_batching = kernel_table.row_batches
-        self.counts = dict.fromkeys(("gather", "rows", "straight"), 0)
+        self.counts: dict[str, int] = dict.fromkeys(get_args(CopyPath), 0)
         self.unregistered = 0
         self._driver = driver
         self._kernel_table = kernel_table
@@ -262,9 +281,10 @@ class Submitter:
         )
         self.counts[path] += 1
         if moves is None or order is None or path == "straight":
-            yield from self._runs(plan, host)
-        elif path == "rows":
-            yield from self._rows(moves, order, host)
+            pieces = None if moves is None or order is None else self._pieces(moves, order, host)
+            yield from self._straight(*(pieces or self._runs(plan, host)), registered=is_registered(host.address))
+        elif path != "gather":
+            yield from self._rows(moves, order.rows if path == "rows" else order.pairs, host)
         else:
             yield from self._blocks(moves, order, host)
 
@@ -283,7 +303,13 @@ class Submitter:
         if known is None:
             gathers = bool(table.function)
             known, content = plan_order(
-                table.cache, order, table.slot_bytes, table.allocations, table.tuning, gathers=gathers
+                table.cache,
+                order,
+                table.slot_bytes,
+                table.allocations,
+                table.tuning,
+                gathers=gathers,
+                pairs=table.row_batches,
             )
             if gathers:
                 room = self._tables.pop() if self._tables else 0
@@ -294,28 +320,32 @@ class Submitter:
 
     def _path(self, order: PackedOrder, *, registered: bool) -> CopyPath:
         way = self.preferred or order.ways[self.outward, registered]
-        if way == "rows" and not (order.rows and registered):
+        if (way == "rows" and not (order.rows.rows and registered)) or (
+            way == "pairs" and not (self.row_batching and registered)
+        ):
             way = "gather"
         return "straight" if way == "gather" and not self._kernel_table.function else way
 
     # --- rows ---------------------------------------------------------------------------------------
 
-    def _rows(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Iterator[Submitted]:
+    def _rows(self, moves: Moves, rows: RowCopies | PairCopies, host: HostMemory) -> Iterator[Submitted]:
         cache_ids, places, _ = self._places(moves, host)
         nbytes, origin = int(moves.source.nbytes.sum()), self._kernel_table.cache.origin
         cuts = np.array(boundaries(host.address, host.nbytes), dtype=np.int64)
         at = np.searchsorted(cuts, places, side="right")
         divided = np.append(cuts, np.iinfo(np.int64).max)[at] < places + nbytes  # they lie in two registrations
         self.tail = self._copies
-        each = len(order.rows)
-        step = max(1, min(STEP_BYTES // nbytes, BATCH_MOST // each))
-        table = order.rows.table(origin, cache_ids[~divided], places[~divided])
-        for start in range(0, len(table), step * each):
-            part = table[start : start + step * each]
-            self._in_rows(part)
-            yield Submitted(nbytes * (len(part) // each), len(part))
-        for block, place in zip(cache_ids[divided].tolist(), places[divided].tolist(), strict=True):
-            yield Submitted(nbytes, self._row_by_row(order.rows, block, place, cuts.tolist()))
+        if divided.any():
+            for block, place in zip(cache_ids[divided].tolist(), places[divided].tolist(), strict=True):
+                yield Submitted(nbytes, self._row_by_row(rows, block, place, cuts.tolist()))
+            cache_ids, places = cache_ids[~divided], places[~divided]
+        found = rows.table(origin, cache_ids, places, cuts)
+        for first in range(0, len(found), LOT):
+            lot = found[first : first + LOT]
+            table = row_table(lot, outward=self.outward)
+            for part, moved in _steps(lot[:, WIDTH] * lot[:, HEIGHT]):
+                self._in_rows(table[part])
+                yield Submitted(moved, min(part.stop, len(lot)) - part.start)
 
     def _in_rows(self, table: RowTable) -> None:
         """Submit these copies, in one batch if the driver takes one."""
@@ -331,9 +361,9 @@ class Submitter:
                 return
         self._driver.copy_row_table(table, self._copies, outward=self.outward, batch=False)
 
-    def _row_by_row(self, rows: RowCopies, block: int, place: int, cuts: list[int]) -> int:
+    def _row_by_row(self, rows: RowCopies | PairCopies, block: int, place: int, cuts: list[int]) -> int:
         """The same for a block that lies in two registrations: a copy for each row, and none across a cut."""
-        runs = cut(np.concatenate([part.runs(block) for part in rows.rows]), 1, cuts, place)
+        runs = cut(rows.runs(block), 1, cuts, place)
         origin = self._kernel_table.cache.origin
         for offset, packed, nbytes in runs.tolist():
             device, host = origin + offset, place + packed
@@ -356,6 +386,8 @@ class Submitter:
         done = 0
         if self.batching and registered and len(sizes) > 1:
             done = self._batches(targets, sources, sizes)
+        if done == len(sizes):
+            return
         rest = zip(targets[done:].tolist(), sources[done:].tolist(), sizes[done:].tolist(), strict=True)
         for target, source, nbytes in rest:
             self._driver.copy(target, source, nbytes, self._copies)
@@ -376,19 +408,35 @@ class Submitter:
 
     # --- runs, straight -----------------------------------------------------------------------------
 
-    def _runs(self, plan: CopyPlan, host: HostMemory) -> Iterator[Submitted]:
-        cache, registered = self._kernel_table.cache.origin, is_registered(host.address)
+    def _pieces(self, moves: Moves, order: PackedOrder, host: HostMemory) -> Pieces | None:
+        """What `_runs` gives, in a tenth of the time; None if pieces may have to be divided or joined."""
+        cache_ids, places, _ = self._places(moves, host)
+        nbytes, cuts = order.pairs.nbytes, boundaries(host.address, host.nbytes)
+        if len(nbytes) == 1 or int(nbytes.max()) > self._kernel_table.tuning.dma_most:
+            return None
+        at = np.searchsorted(cuts, places, side="right") if cuts else None
+        if at is not None and (at != np.searchsorted(cuts, places + int(nbytes.sum()), side="left")).any():
+            return None
+        device, memory, sizes = order.pairs.pieces(self._kernel_table.cache.origin, cache_ids, places)
+        target, source = (memory, device) if self.outward else (device, memory)
+        return target.view(np.uint64), source.view(np.uint64), sizes.view(np.uint64)
+
+    def _runs(self, plan: CopyPlan, host: HostMemory) -> Pieces:
+        """Targets, sources and bytes of the plan's runs, none longer than a DMA may be or in two registrations."""
+        cache = self._kernel_table.cache.origin
         source, target = (cache, host.address) if self.outward else (host.address, cache)
         whole = cut(plan.runs, 1 if self.outward else 0, boundaries(host.address, host.nbytes), host.address)
         runs = shortened(whole, self._kernel_table.tuning.dma_most).view(np.uint64)
         sources, targets = runs[:, 0] + np.uint64(source), runs[:, 1] + np.uint64(target)
-        sizes = np.ascontiguousarray(runs[:, 2])
+        return targets, sources, np.ascontiguousarray(runs[:, 2])
+
+    def _straight(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, *, registered: bool
+    ) -> Iterator[Submitted]:
         self.tail = self._copies
-        step = max(1, min(BATCH_MOST, STEP_BYTES * len(sizes) // max(1, int(sizes.sum()))))
-        for start in range(0, len(sizes), step):
-            part = slice(start, start + step)
+        for part, moved in _steps(sizes):
             self._transfer(targets[part], sources[part], sizes[part], registered=registered)
-            yield Submitted(int(sizes[part].sum()), len(sizes[part]))
+            yield Submitted(moved, min(part.stop, len(sizes)) - part.start)
 
     # --- blocks, through staging --------------------------------------------------------------------
 
@@ -421,17 +469,9 @@ class Submitter:
 
     def _between(self, dmas: SlotDmas, part: slice, slot: int, *, in_batches: bool) -> None:
         """Submit these DMAs between the slot at this address and host memory."""
-        if in_batches and self.batching and part.stop - part.start > 1:
-            slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
-            targets, sources = (hosts, slots) if self.outward else (slots, hosts)
-            self._transfer(targets, sources, dmas.sizes[part], registered=True)
-            return
-        copy, stream = self._driver.copy, self._copies
-        for host, offset, nbytes in dmas.calls[part]:
-            if self.outward:
-                copy(host, slot + offset, nbytes, stream)
-            else:
-                copy(slot + offset, host, nbytes, stream)
+        slots, hosts = dmas.offsets[part] + np.uint64(slot), dmas.hosts[part]
+        targets, sources = (hosts, slots) if self.outward else (slots, hosts)
+        self._transfer(targets, sources, dmas.sizes[part], registered=in_batches)
 
     def _launch(self, chunk: CopyChunk, order: PackedOrder, ids: npt.NDArray[np.int32], slot: _StagingSlot) -> None:
         """Run the kernel between cache and slot. In the slot, blocks lie back to back in the copy's order."""

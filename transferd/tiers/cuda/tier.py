@@ -357,7 +357,8 @@ class DeviceResources:
         if not self.info.words:
             return None
         try:
-            timelines = Timelines(self.driver, self.context)
+            host = self._tuning.host_words and self.info.same_address
+            timelines = Timelines(self.driver, self.context, host=host)
         except DeviceLost:
             raise
         except TierError as error:
@@ -385,7 +386,8 @@ class DeviceResources:
             (self.arena.origin, self._layout.device.extent)
         ]
         order, function = np.arange(len(self.arena.geometry.nbytes)), 0
-        main, table = plan_order(self.arena, order, self._slot_bytes, allocations, tuning)
+        row_batches = self._settings.batches and self.info.same_address and row_batches_work(driver)
+        main, table = plan_order(self.arena, order, self._slot_bytes, allocations, tuning, pairs=row_batches)
         if copy_path == "gather" or (copy_path is None and "gather" in main.usual_ways):
             function = take_kernel(driver, self.info.index, image)
             self._owned.add(lambda: give_kernel(driver, self.info.index))
@@ -396,7 +398,7 @@ class DeviceResources:
             main,
             self._slot_bytes,
             batches=self._settings.batches and driver.batches and self.info.same_address,
-            row_batches=self._settings.batches and self.info.same_address and row_batches_work(driver),
+            row_batches=row_batches,
             tuning=tuning,
             allocations=allocations,
         )
@@ -446,14 +448,14 @@ class DeviceResources:
             regions=[ipc.ExportedRegion(handle=exported, nbytes=self._layout.device.extent)],
             arrays=describe(self._layout),
             event=event,
-            timelines=None if self.timelines is None else self.timelines.exported,
+            timelines=None if self.timelines is None else self.timelines.exported(),
         )
         return DeviceHandle(ipc.KIND, ipc.as_data(data))
 
     def with_timelines(self, handle: DeviceHandle) -> DeviceHandle:
         if self.timelines is None:
             return handle
-        return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported)})
+        return DeviceHandle(handle.kind, handle.data | {"timelines": msgspec.to_builtins(self.timelines.exported())})
 
     @property
     def waiting_s(self) -> float:

@@ -1,13 +1,14 @@
-"""Timelines: numbers in device memory, shared by both sides, for the progress of an engine's streams.
+"""Timelines: numbers in memory that both sides share, for the progress of an engine's streams.
 
-A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon's that the rank's handle names. The engine's
-process of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A task names a
-timeline and a number (`after`, from client.timeline); on each rank its copies begin once that rank's word has
-reached the number. So the order of the task's push and the rank's write does not matter: copies wait for a rank that
-is a step behind, and another stream uses another word. (docs/adr/0043)
+A rank has SLOTS timelines, one 64-bit word each, in memory of the daemon's that the rank's handle names: in device
+memory, and where the device notices those sooner (`Tuning.host_words`) also in host memory (host_words.py). The
+engine's process of that rank puts the write of a larger number on its compute stream (`EngineTimelines.advance`). A
+task names a timeline and a number (`after`, from client.timeline); on each rank its copies begin once that rank's
+word has reached the number. So the order of the task's push and the rank's write does not matter: copies wait for a
+rank that is a step behind, and another stream uses another word. (docs/adr/0043)
 
-The daemon owns the words, so they survive an engine's death. Each word has its own stream for waits, so a wait
-delays only tasks that name the word. Before the daemon frees the words, it ends every wait itself.
+The daemon owns the words, so they survive an engine's death. Each word on the device has its own stream for waits, so
+a wait delays only tasks that name the word. Before the daemon frees the words, it ends every wait itself.
 """
 
 from __future__ import annotations
@@ -22,27 +23,31 @@ from transferd.errors import Closed, RequestError, TierError, TransferError
 from transferd.runtime.threads import start_thread
 from transferd.tasks import TIMELINE_SLOTS as SLOTS
 from transferd.tiers.cuda.driver import Driver
+from transferd.tiers.cuda.host_words import STRIDE, HostWait, HostWords, Passed, watch
 from transferd.tiers.cuda.ipc import BLOCK, ExportedTimelines
 from transferd.tiers.cuda.owned import CopyHung, Owned
 from transferd.tiers.cuda.waits import waits_of
 
-STRIDE = 64  # bytes from word to word, so that two words never share a line of the GPU's memory system
 NBYTES = BLOCK
 END = 2**63 - 1  # larger than every number that a task may name
 
 
 class Timelines:
-    """The daemon's side of one rank: the words, and a gate for each word that a task has ever named.
+    """The daemon's side of one rank: the words, and a gate for each word on the device that a task has waited for.
+
+    host: have the words in host memory, too, and wait for those once an engine has mapped them.
 
     Creating requires the context to be current. Raises TierError; then nothing is left behind. Owns words and gates
     until `stop` and `close`.
     """
 
-    def __init__(self, driver: Driver, context: int) -> None:
+    def __init__(self, driver: Driver, context: int, *, host: bool = False) -> None:
         self._driver = driver
         self._context = context
         self._owned = Owned()
         self._gates: dict[int, StreamGate] = {}
+        self._page: HostWords | None = None
+        self._stopped = False
         try:
             self._words = driver.allocate(NBYTES)
             self._owned.add(lambda: driver.free(self._words))
@@ -51,16 +56,20 @@ class Timelines:
             self._owned.add(lambda: driver.destroy_stream(self._release))
             driver.fill(self._words, 0, NBYTES, self._release)
             driver.synchronize_stream(self._release)
-            self.exported = ExportedTimelines(
-                handle=driver.export_memory(self._words).hex(), slots=SLOTS, stride=STRIDE
-            )
+            self._handle = driver.export_memory(self._words).hex()
+            if host:
+                self._page = HostWords()
+                self._owned.add(self._page.close)
         except BaseException:
             self._owned.release()
             raise
 
+    def exported(self) -> ExportedTimelines:
+        """The words for an engine that asks for them now."""
+        page = None if self._page is None else self._page.given()
+        return ExportedTimelines(handle=self._handle, slots=SLOTS, stride=STRIDE, page=page)
+
     def _gate(self, slot: int) -> StreamGate:
-        if not 0 <= slot < SLOTS:
-            raise RequestError(f"a rank has timelines 0 to {SLOTS - 1}, not {slot}", code="bad_value")
         gate = self._gates.get(slot)
         if gate is None:
             word = self._words + slot * STRIDE
@@ -73,21 +82,35 @@ class Timelines:
 
     def reached(self, slot: int) -> int:
         """A number that this timeline is known to have reached; it may have passed it."""
-        gate = self._gates.get(slot)
-        return 0 if gate is None else gate.reached
+        _check(slot, SLOTS)
+        gate, page = self._gates.get(slot), self._page
+        return max(0 if gate is None else gate.reached, 0 if page is None or self._stopped else page.reached(slot))
 
-    def hold(self, slot: int, value: int, passed: Passed) -> GateWait:
-        """Call `passed`, from another thread, when the timeline has reached `value`. Raises RequestError, NoThreads."""
+    def hold(self, slot: int, value: int, passed: Passed) -> GateWait | HostWait:
+        """Call `passed`, from another thread, when the timeline has reached `value`. Raises Closed, NoThreads."""
+        if self._stopped:
+            raise Closed("the device memory is being closed")
+        if self._page is not None and self.in_host:
+            return watch.hold(HostWait(self._page, slot, value, passed))
         return self._gate(slot).hold(value, passed)
+
+    @property
+    def in_host(self) -> bool:
+        """Whether tasks wait for words in host memory: the engine has mapped them."""
+        return self._page is not None and self._page.mapped
 
     @property
     def waiting(self) -> dict[int, int]:
         """{slot: number waited for} of the timelines that have waiters now."""
-        waits = [(slot, gate.waits_for) for slot, gate in self._gates.items()]
-        return {slot: value for slot, value in waits if value is not None}
+        on_device = [(slot, gate.waits_for) for slot, gate in self._gates.items()]
+        in_host = {} if self._page is None else watch.waiting(self._page)
+        return in_host | {slot: value for slot, value in on_device if value is not None}
 
     def stop(self) -> None:
         """End every wait, even if the engine is dead. Idempotent. Raises CopyHung if a wait does not end."""
+        self._stopped = True
+        if self._page is not None:
+            watch.end(self._page)
         for gate in self._gates.values():
             gate.dismiss()
         stuck = [slot for slot, gate in self._gates.items() if not gate.ended(0.0)]
@@ -120,10 +143,13 @@ class Timelines:
 class EngineTimelines:
     """The engine's side: the words of one rank, mapped. Obtained from `engine.attach` or `engine.timelines`."""
 
-    def __init__(self, driver: Driver, context: int, words: int, exported: ExportedTimelines, owner: object) -> None:
+    def __init__(
+        self, driver: Driver, context: int, words: int, exported: ExportedTimelines, owner: object, *, page: int = 0
+    ) -> None:
         self._driver = driver
         self._context = context
         self._words = words
+        self._page = page  # the address of the words in host memory; 0 without them
         self._exported = exported
         self._owner = owner  # keeps the mapping alive
 
@@ -131,18 +157,22 @@ class EngineTimelines:
         """Advance the timeline behind all work that is on this CUDA stream (its address) now.
 
         after: the pair that the waiting tasks name (`client.timeline`). Call it on every rank. It puts
-        one small write on the stream and waits for nothing. Raises RequestError, TierError.
+        one or two small writes on the stream and waits for nothing. Raises RequestError, TierError.
         """
         slot, value = after
-        if not 0 <= slot < self._exported.slots:
-            raise RequestError(f"this rank has timelines 0 to {self._exported.slots - 1}, not {slot}", code="bad_value")
+        _check(slot, self._exported.slots)
         with self._driver.current(self._context):
-            self._driver.write_value(self._words + slot * self._exported.stride, value, stream)
+            for words in (self._page, self._words):  # a daemon waits for one of them
+                if words:
+                    self._driver.write_value(words + slot * self._exported.stride, value, stream)
+
+
+def _check(slot: int, slots: int) -> None:
+    if not 0 <= slot < slots:
+        raise RequestError(f"a rank has timelines 0 to {slots - 1}, not {slot}", code="bad_value")
 
 
 CLOSE_S = 10.0  # how long `stop` waits for a wait that should have been released
-
-Passed = Callable[[TransferError | None], None]
 
 
 class GateWait:

@@ -30,12 +30,15 @@ class Tuning:
         small copies wait for its end. PCIe 5 moves 4 MiB in 80 us; starting a DMA costs half a microsecond (LMCache's
         figure).
     slots: of staging on the device, for each direction.
+    host_words: whether tasks wait for timelines in host memory (host_words.py). True once the device has noticed those
+        five times sooner than words of its own (gpu-check: tasks behind a step of 10 ms).
     costs: what each way of a copy costs (costs.py).
     """
 
     grid: int
     dma_most: int = 4 * 1024**2
     slots: int = 2
+    host_words: bool = False
     costs: Costs = field(default_factory=Costs)
 
 

@@ -19,9 +19,8 @@ from transferd.tiers.cuda.driver import Driver
 from transferd.tiers.cuda.owned import CopyHung
 
 PATIENCE_S = 30.0  # how long closing waits for the steps of engines
-# For how long, from the moment that a call begins to wait for older waits, new ones stay behind it. So a call gets its
-# turn where waits overlap without end, and beside an engine that hangs, a call delays the others' new waits once by no
-# more than this.
+# New waits stay behind a call only until the oldest wait has lasted this long. So a call gets its turn where waits
+# overlap without end, and an engine that hangs delays the others' new waits once, however many calls wait for it.
 BEHIND_S = 0.5
 
 
@@ -34,23 +33,24 @@ class ForeignWaits:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waits = 0
+        self._begun: dict[object, float] = {}  # when each wait began, the oldest first
         self._calls = 0  # calls that free memory now
         self._wanted = 0  # such calls that wait for their turn
-        self._behind_until = 0.0  # until when new waits stay behind those
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Within, a stream may wait for another process."""
+        this = object()
         with self._changed:
-            self._changed.wait_for(lambda: not self._wanted, max(0.0, self._behind_until - time.monotonic()))
+            oldest = next(iter(self._begun.values()), 0.0)
+            self._changed.wait_for(lambda: not self._wanted, max(0.0, oldest + BEHIND_S - time.monotonic()))
             self._changed.wait_for(lambda: not self._calls)
-            self._waits += 1
+            self._begun[this] = time.monotonic()
         try:
             yield
         finally:
             with self._changed:
-                self._waits -= 1
+                del self._begun[this]
                 self._changed.notify_all()
 
     @contextmanager
@@ -62,9 +62,8 @@ class ForeignWaits:
         """
         with self._changed:
             self._wanted += 1
-            self._behind_until = time.monotonic() + BEHIND_S
             try:
-                if not self._changed.wait_for(lambda: not self._waits, patience):
+                if not self._changed.wait_for(lambda: not self._begun, patience):
                     raise WaitLasts(
                         f"{what}: not yet, because for {patience:.0f} s a task has waited for an engine's step on this "
                         "GPU; it is done when that wait ends"

@@ -1,37 +1,46 @@
 """A rank's KV memory on an NVIDIA GPU: shared by CUDA IPC, its steps ordered by a timeline.
 
-vLLM's process of the rank allocates the memory, in any number of pieces. The daemon maps them once. Behind the work
-of each step, the compute stream writes the step's number to a word in device memory, and the daemon waits on the
-device for that number before it touches a block (docs/adr/0043). So no host waits for the GPU.
+The engine's process of the rank allocates the memory, in any number of pieces. The daemon maps them once. Behind the
+work of each step, vLLM's compute stream writes the step's number to a word in device memory, and the daemon waits on
+the device for that number before it touches a block (docs/adr/0043). So no host waits for the GPU.
 
-Two threads use this object: vLLM's own, which launches steps, and the link's, which enters daemons.
+Two threads use this object: the engine's own, which launches steps, and the link's, which enters daemons.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from transferd.adapters.common.entry import Order, Point
-from transferd.adapters.vllm.layers import LayerBlocks
+from transferd.adapters.common.program import Program
 from transferd.client.client import Client
 from transferd.client.pages import PLANE, Pages
 from transferd.errors import TierError
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.page_handles import cuda_pages
 
-log = logging.getLogger("vllm.transferd")
-
 DEVICE = "cuda"  # cache.device of the engines that register
 
 
-class GpuMemory:
-    """The memory of some tensors on one GPU. vLLM owns it and keeps it allocated until the daemon is gone.
+class Blocks(Protocol):
+    """Where a tensor's blocks lie: offsets of the pieces of block 0, a piece's bytes, the bytes from block to block."""
 
+    @property
+    def pieces(self) -> Sequence[int]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+
+
+class GpuMemory:
+    """The memory of some tensors on one GPU. The engine owns it and keeps it allocated until the daemon is gone.
+
+    program, instead: the engine's program, and what to use where this memory cannot be served.
     tensors, layers: each layer's tensor, and how its blocks lie.
     gather: called once by every rank, with its GPU; returns the GPUs of all ranks in order.
     stream: returns the CUDA stream that computes.
@@ -46,8 +55,10 @@ class GpuMemory:
         self,
         rank: int,
         tensors: Sequence[Any],
-        layers: Sequence[LayerBlocks],
+        layers: Sequence[Blocks],
         *,
+        program: Program,
+        instead: str,
         gather: Callable[[str], Sequence[str]],
         stream: Callable[[], int],
         kind: str = DEVICE,
@@ -62,8 +73,9 @@ class GpuMemory:
         # Do this first, because every rank waits here for the others.
         self.cache: Mapping[str, Any] = {"device": kind, "devices": list(gather(info.uuid))}
         if not info.words:
-            what = f"{info.name} has no stream memory operations, which TransferdConnector needs to wait for its steps"
-            raise TierError(f"{what}: use TransferdTier", code="no_timelines")
+            what = f"{info.name} has no stream memory operations, which are needed to wait for {program.title}'s steps"
+            raise TierError(f"{what}: use {instead}", code="no_timelines")
+        self._program = program
         storages: list[int] = []
         segments: list[tuple[int, int, int]] = []
         self._places: list[tuple[int, int, int]] = []  # address, bytes and stride of each segment
@@ -92,7 +104,7 @@ class GpuMemory:
     def caches(self, layout: Pages) -> Mapping[str, Sequence[Any]]:
         from transferd.tiers.cuda.engine import CudaRows
 
-        self._driver.allow_during_capture()  # vLLM's other thread captures CUDA graphs while the engine starts
+        self._driver.allow_during_capture()  # another thread captures CUDA graphs while the engine starts
         rows = [
             CudaRows(self._driver, self._device, address, (layout.blocks, nbytes), 1, stride)
             for address, nbytes, stride in self._places
@@ -119,7 +131,8 @@ class GpuMemory:
                 self._words.advance(after, self._last_stream)
             except TierError as error:
                 self._failed = True  # the words stay mapped: the stream may still write to them
-                log.warning("transferd: not in use any more, vLLM runs without it: %s", str(error))
+                what = "transferd: not in use any more, %s runs without it: %s"
+                self._program.log.warning(what, self._program.title, str(error))
 
     def _drop(self) -> None:
         """Unmap the words, after the stream's last write to them. Raises TierError."""

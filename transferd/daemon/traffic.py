@@ -1,0 +1,191 @@
+"""What engines look up and store, by key: why look-ups miss, what other sizes would do, and where a key has gone."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transferd.observability.key_history import KeyHistory
+from transferd.observability.key_trace import KeyTrace
+from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
+from transferd.observability.what_if import WhatIf
+from transferd.runtime.clock import Clock
+from transferd.storage.admission import SecondUse
+from transferd.storage.base import Storage
+from transferd.storage.queues import STORED
+from transferd.tasks import Lane, Task, TaskResult
+
+if TYPE_CHECKING:
+    from transferd.daemon.engine import HostedEngine
+
+MINUTES = 60  # of misses that are remembered
+GENERATIONS = 8  # earlier ones of an engine, in which its blocks are looked for
+SIZES = (0.5, 1.0, 2.0, 4.0)  # of what a level has
+NEVER, OTHER, OUT, REFUSED, INCOMPLETE = "never_stored", "other_identity", "level_out", "not_admitted", "incomplete"
+assert {NEVER, OTHER, OUT, REFUSED, INCOMPLETE} < set(MISSED_FOR)
+
+
+class _Missed:
+    """The misses of one engine: how many look-ups of each minute, by reason; and the generations that it has served."""
+
+    def __init__(self) -> None:
+        self.minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
+        self.generations: deque[str] = deque(maxlen=GENERATIONS)
+
+
+class Traffic:
+    """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record."""
+
+    def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
+        self._storage, self._admission = storage, admission
+        self._now = clock.monotonic
+        self._what_if = WhatIf(clock.monotonic)
+        self._history = KeyHistory(clock.monotonic)
+        self.trace = KeyTrace(clock.monotonic)
+        self._missed: dict[str, _Missed] = {}
+        self._engines: dict[str, HostedEngine] = {}  # those that have looked something up, or stored it
+        if storage is not None:
+            storage.index.trace(self._history.at, storage.backend)
+
+    # --- what engines do ----------------------------------------------------------------------------
+
+    def looked_up(self, engine: HostedEngine, keys: Sequence[str], missing: int | None) -> None:
+        """Note a look-up of a chain of blocks. missing: the position of the first one that is not there."""
+        self._what_if.looked_up(engine.name, keys, self._came(engine))
+        self.trace.looked_up(engine.name, keys, engine.block_size)
+        missed = self._missed.setdefault(engine.name, _Missed())
+        if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
+            missed.generations.append(engine.dispatcher.generation)
+        if missing is None:
+            return
+        minute = int(self._now() // 60)
+        if not missed.minutes or missed.minutes[-1][0] != minute:
+            missed.minutes.append((minute, Counter()))
+        missed.minutes[-1][1][self._why(engine, keys[missing])] += 1
+
+    def ended(self, engine: HostedEngine, task: Task, result: TaskResult, *, asks: bool) -> None:
+        """Note a task that was answered. asks: the engine looks up what it reads."""
+        keys: Sequence[str] = getattr(task, "keys", ())
+        if not keys or self._storage is None:
+            return
+        done = len(result.block_ids)
+        if task.lane is Lane.WRITE and done:
+            self._what_if.stored(engine.name, keys[:done], self._came(engine))
+        elif task.lane is Lane.READ and not asks and result.error is None:
+            self.looked_up(engine, keys, done if done < len(keys) else None)
+
+    def left(self, engine: str) -> None:
+        self._what_if.left(engine)
+        self._missed.pop(engine, None)
+        self._engines.pop(engine, None)
+
+    def _came(self, engine: HostedEngine) -> int:
+        """Bytes of a stored block of this engine, all ranks together."""
+        self._engines[engine.name] = engine
+        return engine.objects.slot_bytes * len(engine.workers)
+
+    # --- why ----------------------------------------------------------------------------------------
+
+    def _why(self, engine: HostedEngine, key: str) -> str:
+        """Why a block is not there for an engine: one of MISSED_FOR."""
+        names, out = self._names(engine, engine.dispatcher.generation, key), self._out()
+        absent = [name for name in names if not self._there(name)]
+        places = self._history.of(absent[0] if absent else names[0])
+        left = [one.what for one in places.values() if one.what != STORED]
+        if left and len(left) == len(places):
+            return left[-1]
+        if any(place in out for place in places):
+            return OUT
+        if places or len(absent) < len(names):
+            return INCOMPLETE
+        if any(self._history.of(other) or self._there(other) for _, _, other in self._elsewhere(engine, key)):
+            return OTHER
+        if out:
+            return OUT
+        (block,) = engine.objects.ids([key])
+        if self._admission is not None and self._admission.named(
+            (engine.objects.space, engine.dispatcher.generation, block)
+        ):
+            return REFUSED
+        return NEVER
+
+    def _names(self, engine: HostedEngine, generation: str, key: str) -> list[str]:
+        """The first object of a block of this generation, of each rank."""
+        ids, suffix = engine.objects.ids([key]), engine.objects.parts[0].suffix
+        ranks = [worker.context.object_rank for worker in engine.workers]
+        return [name + suffix for rank in ranks for name in engine.objects.names(generation, ids, rank)]
+
+    def _elsewhere(self, engine: HostedEngine, key: str) -> Iterator[tuple[str, str, str]]:
+        """Other engines and generations that may have stored a block under this key, with the name of its object."""
+        for name, other in self._engines.items():
+            known = self._missed.get(name)
+            for generation in dict.fromkeys([*(known.generations if known else ()), other.dispatcher.generation]):
+                if other is not engine or generation != engine.dispatcher.generation:
+                    yield name, generation, self._names(other, generation, key)[0]
+
+    def _there(self, name: str) -> bool:
+        return any(self._places(name).values())
+
+    def _places(self, name: str) -> dict[str, bool]:
+        """For each level, whether it has an object, as far as that is known without asking anybody."""
+        storage = self._storage
+        if storage is None:
+            return {}
+        if storage.levels is not None:
+            having = storage.levels.having(name)
+            return {level: bool(having >> number & 1) for number, level in enumerate(storage.levels.names)}
+        found = storage.index.find([name], None)
+        return {} if found is None else {storage.backend: found[0]}
+
+    def _out(self) -> Sequence[str]:
+        return () if self._storage is None or self._storage.levels is None else self._storage.levels.out
+
+    def key(self, key: str, engines: Collection[str]) -> list[dict[str, Any]]:
+        """What is known of a block, a row for each of these engines and generation that may have stored it.
+
+        {engine, generation, serves, ranks, there: {level: ranks}, history: [{level, what, engine, ago_s, stored_s,
+        stored_by}]}; serves: the engine serves that generation now; history: of the first rank's object; stored_s: for
+        how many seconds it had been stored when that happened.
+        """
+        rows = []
+        for name, one in self._engines.items():
+            known = self._missed.get(name)
+            served = one.dispatcher.generation
+            for generation in dict.fromkeys([served, *(known.generations if known else ())]):
+                if name in engines:
+                    names = self._names(one, generation, key)
+                    there = Counter(level for object_ in names for level, has in self._places(object_).items() if has)
+                    row = {"engine": name, "generation": generation, "serves": generation == served}
+                    row |= {"ranks": len(names), "there": dict(there), "history": list(self._story(names[0]))}
+                    rows.append(row)
+        return [row for row in rows if row["there"] or row["history"]] or rows[:1]
+
+    def _story(self, name: str) -> Iterator[dict[str, Any]]:
+        for level, one in self._history.of(name).items():
+            row: dict[str, Any] = {"level": level, "what": one.what, "engine": one.engine}
+            row |= {"ago_s": self._now() - one.at, "stored_s": None, "stored_by": ""}
+            if one.before is not None:
+                row |= {"stored_s": one.at - one.before.at, "stored_by": one.before.engine}
+            yield row
+
+    # --- reports ------------------------------------------------------------------------------------
+
+    def missed_for(self, engine: str) -> dict[str, int]:
+        """Look-ups of the last hour that missed, by why their first missing block was not there."""
+        missed, first = self._missed.get(engine), int(self._now() // 60) - MINUTES
+        total = Counter[str]()
+        for minute, counts in () if missed is None else missed.minutes:
+            if minute > first:
+                total += counts
+        return dict(total)
+
+    def what_if(self, levels: Sequence[LevelReport], engine: str | None = None) -> list[WhatIfReport]:
+        """The share of hits that each level would have with other sizes. engine: only of its look-ups."""
+        rows = []
+        for level in levels:
+            sizes = [int(times * level.capacity) for times in SIZES] if level.capacity else []
+            shares = self._what_if.shares(sizes, engine)
+            each = zip(SIZES, sizes, shares, strict=True) if shares and sizes else ()
+            rows += [WhatIfReport(level.name, times, size, share) for times, size, share in each]
+        return rows
