@@ -19,7 +19,7 @@ MODULE ?= control/dispatcher
 FOLDERS ?= control config runtime workers
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains sglang-check sglang-gains lmcache-check lmcache-gains dynamo-check clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains upgrade-check sglang-check sglang-gains lmcache-check lmcache-gains dynamo-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -143,6 +143,9 @@ vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an enviro
 
 vllm-gains: ## what vLLM gains, measured and written to docs/vllm_details.md; wants a quiet machine (6 minutes)
 	$(PYTHON) -m tests.machine.with_vllm.check --gains
+
+upgrade-check: $(TEST_STAMP) ## 0.3.0, this and 0.3.0 again as the pages say, on a throw-away machine; root. With `make deb` before: the package, too
+	UPGRADE=whole $(BIN)/python -m pytest tests/machine/upgrade
 
 clean: ## remove what these targets made
 	rm -rf $(VENV) .venv-3.10 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 OPERATORS_FILES = ("systemd", "deploy")  # `transferd files` writes them; cli/files.py
+# For who works on transferd, or on an adapter: they have this tree. A wheel is for servers and their operators.
+TREE_ONLY = ("transferd.cli.bench", "transferd.cli.demo_pd", "transferd.adapters.conformance")
 
 # The extensions need buffers, which are in the limited API from CPython 3.11 on: one build, and so one wheel, serves
 # every later Python. A build for 3.10 serves 3.10 alone.
@@ -37,7 +39,16 @@ BUILD = VERSION["build_name"](COMMITS, (os.environ.get("TRANSFERD_COMMIT") or gi
 
 
 class BuildWithFiles(build_py):
-    """Adds the operator's files and the name of the build to a wheel. An editable install has neither."""
+    """Adds the operator's files and the name of the build to a wheel, and leaves out what is for the tree alone.
+
+    An editable install is the tree.
+    """
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        found: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
+        if self.editable_mode:
+            return found
+        return [one for one in found if not f"{package}.{one[1]}".startswith(TREE_ONLY)]
 
     def run(self) -> None:
         super().run()

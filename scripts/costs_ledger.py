@@ -127,6 +127,13 @@ LEDGER = [
         ("tiers.shm:MOST_MEMORIES", "daemon.memories:FEWEST"),
     ),
     Row(
+        "descriptors: passed, and not mapped yet; of one message",
+        "{0}; {1}; for {2} s",
+        "half of that",
+        "closed, and the offer is refused (`tier_error`)",
+        ("wire.passing:MOST_HELD", "wire.passing:MOST_PASSED", "wire.passing:WAIT_S"),
+    ),
+    Row(
         "descriptors: watched processes of clients",
         "{0}, one for each process",
         "a user with fewer gets a place of the user with most",

@@ -13,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-GENERATED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+GENERATED = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "changelog-0.4.0.md": "CHANGELOG-0.4.0.md"}
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
 
 

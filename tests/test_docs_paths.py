@@ -22,7 +22,13 @@ PATHS = {
     "an author of an adapter": ["docs/adapters.md", "docs/restarts.md"],
     "a contributor": ["CONTRIBUTING.md", "docs/architecture.md"],
 }
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    *ROOT.glob("CHANGELOG*.md"),
+    *DOCS.rglob("*.md"),
+]
 GENERATED = re.compile(r"^<!-- \w+ -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)  # tables of figures
 
 

@@ -51,6 +51,8 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     names = zipfile.ZipFile(wheel).namelist()
     assert set(NEEDED) <= set(names)
     assert not [name for name in names if name.endswith(".so") or name.startswith("tests")]
+    only = ("transferd/cli/bench/", "transferd/cli/demo_pd/", "transferd/adapters/conformance")
+    assert not [name for name in names if name.startswith(only)], "what only a checkout has"
     subprocess.run(
         [*pip, "install", "--no-deps", "--target", str(tmp_path / "there"), str(wheel)], check=True, timeout=60
     )
@@ -80,6 +82,12 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
         check=True,
         cwd=tmp_path,
     )
+    for words, why in (
+        (["bench", "copy"], "No such command 'bench'"),
+        (["demo", "--pd"], "from a checkout of transferd"),
+    ):
+        left_out = subprocess.run([*transferd, *words], env=there, capture_output=True, text=True, cwd=tmp_path)
+        assert (left_out.returncode, why in left_out.stderr) == (2, True), left_out.stderr
     report = json.loads(done.stdout)
     assert report["blocks_verified"] > 0
     assert (report["verify_failures"], report["errors"]) == (0, [])

@@ -88,13 +88,15 @@ def test_where_the_kernel_refuses_datagrams_a_connection_finds_the_listener(
     assert nobody_listens(endpoint)
 
 
+@pytest.mark.parametrize("gpu", [False, True], ids=["host memory", "GPU memory"])
 @pytest.mark.parametrize("whose", ["ours", "root's", "another's", "not writable", "in a directory of others", "gone"])
-def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
+def test_the_packaged_daemon_is_used_if_it_can_map_our_memory(
     listening: socket.socket,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     whose: str,
+    gpu: bool,
 ) -> None:
     del listening
     path, me, access = str(tmp_path / "s"), os.getuid(), os.access
@@ -109,23 +111,25 @@ def test_the_packaged_daemon_is_used_only_if_it_can_open_our_memory(
     writable = whose != "not writable"
     monkeypatch.setattr(os, "access", lambda asked, how: access(asked, how) and (writable or asked != path))
     with caplog.at_level("INFO"):
-        found = packaged.packaged_endpoint("the engine", logging.getLogger("engine"))
-    assert found == (f"ipc://{path}" if whose in ("ours", "root's") else "")
+        found = packaged.packaged_endpoint("the engine", logging.getLogger("engine"), gpu=gpu)
+    used = whose in ("ours", "root's") or (whose == "another's" and not gpu)
+    assert found == (f"ipc://{path}" if used else "")
     closed = "may not connect"
-    why = {"another's": "another user", "not writable": closed, "in a directory of others": closed}.get(whose)
-    told = [f"not using the packaged daemon at ipc://{path}: ", why, "run it as the engine's user"] if why else []
+    why = {"another's": "another user", "not writable": closed, "in a directory of others": closed}.get(whose, "")
+    told = [f"not using the packaged daemon at ipc://{path}: ", why, "run it as the engine's user"]
+    told = told if why and not used else []
     assert len(caplog.messages) == bool(told)
     assert all(part in caplog.text for part in told)
 
 
-def test_neither_engine_uses_another_users_daemon(
+def test_neither_engine_uses_another_users_daemon_for_gpu_memory(
     listening: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     belongs_to(tmp_path / "s", os.getuid() + 4711, monkeypatch)
     started: list[str] = []
     monkeypatch.setattr(fastdeploy.Companion, "start", lambda self: started.append(self.endpoint))
     monkeypatch.setattr(fastdeploy.Companion, "await_answer", lambda _: None)
-    finder = DaemonFinder(VLLM)
+    finder = DaemonFinder(VLLM, gpu=True)
     with caplog.at_level("WARNING"):
         assert {finder.find(), finder.find()} == {own_socket(own_directory("vllm"))}
         fastdeploy.find_or_start(ASKED, port=9100, data_parallel_id=0).close()

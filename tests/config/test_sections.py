@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from transferd.config import CacheSection, Config, from_tree, to_tree
+from transferd.config import CacheSection, Config, ServerSection, from_tree, to_tree
 from transferd.config.sections import StorageSection
 
 
@@ -104,3 +104,11 @@ def test_the_reference_has_the_defaults_of_the_code() -> None:
             assert said == (default if isinstance(default, float) else str("" if default is None else default)), key
             compared += 1
     assert compared > 60
+
+
+@pytest.mark.parametrize(
+    ("mode", "allowed", "open_"),
+    [("0660", [], False), ("0666", [], True), ("0602", [], True), ("0664", [], False), ("0666", ["root"], False)],
+)
+def test_whether_every_user_may_connect(mode: str, allowed: list[int | str], open_: bool) -> None:
+    assert ServerSection(socket_mode=mode, allowed_uids=allowed).open_to_all is open_

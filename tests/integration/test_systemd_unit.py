@@ -49,5 +49,13 @@ def test_the_stop_timeout_leaves_room_for_the_daemons_own_budget() -> None:
 
 def test_the_example_configuration_is_the_default_written_out() -> None:
     example = config.to_tree(config.load(SYSTEMD / "transferd.toml", env={}))
-    example["cache"]["devices"] = None
-    assert example == config.to_tree(config.Config(cache=config.CacheSection()))
+    default = config.to_tree(config.Config())
+    default["server"]["socket_mode"] = "0666"  # the unit's daemon has a user of its own
+    assert example == default
+
+
+def test_the_packaged_cache_is_the_default_once_it_is_no_comment(tmp_path: Path) -> None:
+    changed = tmp_path / "transferd.toml"
+    changed.write_text(re.sub(r"(?m)^#(\[cache\]|\w+ = )", r"\1", (SYSTEMD / "transferd.toml").read_text()))
+    example = config.to_tree(config.load(changed, env={}))
+    assert example["cache"] | {"devices": None} == config.to_tree(config.Config(cache=config.CacheSection()))["cache"]

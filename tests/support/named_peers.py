@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 
+from transferd.errors import TierError
 from transferd.wire.credentials import Credentials
+from transferd.wire.passing import Descriptors
 from transferd.wire.transport import ServerPeer, ServerTransport
 
 
@@ -52,3 +54,6 @@ class _Named:
 
     def send(self, payload: bytes, /) -> bool:
         return self.transport.send(self.name, payload)
+
+    async def passed(self, token: bytes) -> Descriptors:
+        raise TierError("nothing is passed to a peer that is a name alone")

@@ -23,8 +23,7 @@ class SharedCaches:
     """Zeroed arrays for one rank in shared memory. Owns the memory until `close`.
 
     cache: the daemon's [cache] section as plain data.
-    name: in /dev/shm; "" for memory without a name, which nobody can shrink. Use a name if the daemon runs as another
-        user, or cannot see this process (another PID namespace), or if other processes attach;
+    name: in /dev/shm; "" for memory without a name, which nobody can shrink. Use a name if other processes attach;
         `transferd.tiers.segment.fresh_name("engine")` makes one that is not in use.
     handle: pass it to `Client.offer` in this process.
     caches: numpy arrays. After `close` they stay readable while a reference to them exists, but other processes can no

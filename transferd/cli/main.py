@@ -7,6 +7,7 @@ Only JSON and reports go to stdout; logs go to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -35,7 +36,6 @@ from transferd.cli.asking import (
     connected,
     show,
 )
-from transferd.cli.bench.command import app as bench_app
 from transferd.cli.doctor.command import doctor
 from transferd.cli.files import files
 from transferd.cli.generation import app as generation_app
@@ -196,11 +196,13 @@ def ping(
     """Print the daemon's boot_id and round-trip time; exit 1 if no daemon answers.
 
     With --ready or --timeout, waits until the daemon is ready, and prints on stderr what for. Without them, says at
-    once why no daemon can be reached, or that the daemon is not ready.
+    once why no daemon can be reached, or that the daemon is not ready. Says on stderr if the daemon has another version
+    than this command: it was not restarted after an upgrade.
     """
     import asyncio
 
     from transferd.runtime import compat
+    from transferd.runtime.version import VERSION
 
     waits, limit = ready or timeout is not None, 2.0 if timeout is None else timeout
 
@@ -208,7 +210,10 @@ def ping(
         reached = connected(endpoint, limit, key_file, server_key_file, wait=waits)
         async with reached as client, compat.timeout(limit + 2):
             # `ready` as on /readyz: a daemon without [cache] has no engine of this client's that could become ready.
-            is_ready = (await client.stats())["ready"]
+            found = await client.stats()
+            is_ready = found["ready"]
+            if found["version"] != VERSION:
+                logs.say(f"the daemon is {found['version']}, this command {VERSION}: restart the daemon")
             if not is_ready:
                 try:
                     await (await_ready(client, limit) if waits else client.wait_ready(0.0))
@@ -356,7 +361,12 @@ def demo(
 
 
 def _demo_pd(console: Console, format_: Format) -> NoReturn:
-    from transferd.cli.demo_pd import command
+    try:
+        from transferd.cli.demo_pd import command
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--pd", "is shown from a checkout of transferd; this installation has no part of it"
+        ) from None
 
     reports = command.run(console)
     command.print_summary(reports, console)
@@ -370,8 +380,12 @@ VERBS: dict[str, list[Any]] = {
     "Set up and run": [serve, config_app, doctor, restart_check, lists.pause, lists.resume, files, keygen, version],
     "Look": [ping, stats, top, lists.tasks, lists.clients, lists.engines, explain, why],
     "Stored blocks": [purge, pin, warm, level, generation_app, pool_app, verify],
-    "Try and measure": [demo, record, replay, bench_app],
+    "Try and measure": [demo, record, replay],
 }
+with contextlib.suppress(ModuleNotFoundError):  # in a checkout, and in no wheel (setup.py)
+    from transferd.cli.bench.command import app as bench_app
+
+    VERBS["Try and measure"].append(bench_app)
 for panel, verbs in VERBS.items():
     for verb in verbs:
         if isinstance(verb, typer.Typer):

@@ -107,7 +107,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         self._known_end: tuple[str, ErrorInfo | None] = "", None  # of the engine, by another client
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
-        self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S)
+        self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S, self._conversation.endpoint)
         self._attached = Attachments(self._conversation)
         self._holds = Holds(name, clock.fresh_id, self._conversation.request)
         self._busy = BusyRetry(self._conversation)

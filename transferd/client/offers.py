@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
-from transferd.tiers.offered import inodes_of, with_inodes
+from transferd.tiers.offered import PASSED, inodes_of, own_descriptors, with_inodes
 from transferd.wire import protocol as wire
 from transferd.wire.canary import CHECKED, KEY, digest
+from transferd.wire.passing import pass_descriptors
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -51,8 +52,12 @@ class _KeptOffer:
     def outdated(self) -> bool:
         return any(one not in (None, now) for one, now in zip(self.inodes, inodes_of(self.data), strict=False))
 
-    def said(self) -> wire.Offer:
+    def said(self, session: wire.Welcome, endpoint: str) -> wire.Offer:
+        """The request, once the memory's descriptors are passed, where the daemon takes them. Raises TransferError."""
         data = with_inodes(self.data, self.inodes)
+        if session.passing and self.kind == "shm" and endpoint.startswith("ipc://"):
+            with own_descriptors(self.data) as descriptors:
+                data |= {PASSED: pass_descriptors(endpoint, descriptors)} if descriptors else {}
         try:
             return wire.offer(self.rank, self.kind, data, self.epoch)
         except UNSAYABLE as error:
@@ -70,10 +75,14 @@ class _KeptOffer:
 
 
 class Offers:
-    """A client's offers by rank. ask: sends a request and returns its value, or raises TransferError."""
+    """A client's offers by rank, to the daemon at an endpoint.
 
-    def __init__(self, ask: Callable[[wire.ControlRequest, float], Awaitable[Any]], timeout: float) -> None:
+    ask: sends a request and returns its value, or raises TransferError.
+    """
+
+    def __init__(self, ask: Callable[[wire.ControlRequest, float], Awaitable[Any]], timeout: float, at: str) -> None:
         self._ask = ask
+        self._endpoint = at
         self._timeout = timeout
         self._made: dict[int, _KeptOffer] = {}
         self._repeating: dict[int, Repeating] = {}
@@ -96,15 +105,18 @@ class Offers:
         known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
         if not known:
             self._made.pop(rank, None)  # an earlier one must not be repeated meanwhile
-        if caches is None or known or not await self._taken(offer, caches, block):
-            await self._ask(offer.said(), self._timeout)
+        if caches is None or known or not await self._taken(offer, session, caches, block):
+            await self._ask(offer.said(session, self._endpoint), self._timeout)
         self._made[rank] = offer
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
 
-    async def _taken(self, offer: _KeptOffer, caches: Mapping[str, Sequence[Any]], block: int | None) -> bool:
+    async def _taken(
+        self, offer: _KeptOffer, session: wire.Welcome, caches: Mapping[str, Sequence[Any]], block: int | None
+    ) -> bool:
         """Let the daemon check a canary. Returns True for an old daemon, which ignores canaries and takes the offer."""
         with laid(caches, block) as canary:
-            answer = await self._ask(replace(offer, data=offer.data | {KEY: canary}).said(), self._timeout)
+            asking = replace(offer, data=offer.data | {KEY: canary}).said(session, self._endpoint)
+            answer = await self._ask(asking, self._timeout)
         return bool(answer != CHECKED)
 
     def keep(self, epoch: int) -> None:
@@ -126,7 +138,10 @@ class Offers:
                 del self._made[rank]
             elif self._repeating[rank].due(life, now, known=rank not in session.missing):
                 self._made[rank] = replace(offer, boot_id=session.boot_id, epoch=session.epoch)
-                requests.append(self._made[rank].said())
+                try:
+                    requests.append(self._made[rank].said(session, self._endpoint))
+                except TierError as error:  # it is due again
+                    log.warning("the memory of rank %d is not offered now: %s", rank, error)
         return requests
 
     def clear(self) -> None:

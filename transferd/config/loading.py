@@ -27,7 +27,7 @@ LONGEST_FILE = 256 * 1024  # bytes
 MOST_DOTS = 64  # in a line: the parser's time for a key grows with the square of its dots
 BY_GPU = "the kind of GPU decides (transferd/tiers/cuda/tuning.py)"
 A_QUARTER = "each engine that registers may take a quarter of the bound in [server]"
-# Retired keys, and what decides in their place. They are accepted without effect until release 0.4.
+# Retired keys, and what decides in their place. They are accepted without effect until release 0.5.
 RETIRED = {
     "cuda.copies": BY_GPU,
     "cuda.straight_from": BY_GPU,

@@ -65,6 +65,11 @@ class ServerSection(_ConfigSection, frozen=True, kw_only=True):
     def endpoints(self) -> list[str]:
         return [self.endpoint] if isinstance(self.endpoint, str) else list(self.endpoint)
 
+    @property
+    def open_to_all(self) -> bool:
+        """Whether each user of this machine may connect over ipc://, so that nobody has said whom to trust."""
+        return not self.allowed_uids and int(self.socket_mode, 8) & 0o002 != 0
+
 
 class CacheSection(_ConfigSection, frozen=True, kw_only=True):
     """The KV cache: who allocates it, what a block contains, how many blocks there are. All counts are per rank."""

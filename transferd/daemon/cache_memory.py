@@ -59,7 +59,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ErrorInfo
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import PEER, memory_named, said_of_memory
+from transferd.tiers.offered import PASSED, PEER, memory_named, said_of_memory
 from transferd.tiers.owner import Owner, check_owner, check_user
 from transferd.tiers.segment import remove_stale_segments
 from transferd.wire.canary import CHECKED, Canary, taken_from
@@ -78,7 +78,7 @@ class _MappedOffer:
     """Memory that is mapped from an engine, and the client that offered it last."""
 
     client: bytes
-    handle: DeviceHandle  # without PEER
+    handle: DeviceHandle  # without PEER and PASSED
     owner: Owner
     peer: Sequence[int | None]  # [uid, pid] of the client, read from its socket
 
@@ -279,7 +279,7 @@ class CacheMemory:
                     finally:
                         await self._given_up(number, rank.worker.close_device())
                     return CHECKED
-                handle = DeviceHandle(handle.kind, {key: value for key, value in handle.data.items() if key != PEER})
+                handle = DeviceHandle(handle.kind, {k: v for k, v in handle.data.items() if k not in (PEER, PASSED)})
                 rank.offer, rank.present = _MappedOffer(client, handle, owner, peer), True
                 self._mappings.offer(number, DeviceHandle(handle.kind, memory_named(handle.data)))
                 log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)

@@ -23,6 +23,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -375,7 +376,7 @@ class Engines:
                 raise RequestError(f"{problem}, not {what[:80]!r}", code="bad_value")
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
-        config, registrant = self._configured(asked), Registrant(asked, *client.who)
+        config, registrant = self._configured(asked, client.uid), Registrant(asked, *client.who)
         task = asyncio.get_running_loop().create_task(self._build(name, config, registrant, share))
         self._work.add(task)
         task.add_done_callback(self._work.discard)
@@ -448,8 +449,8 @@ class Engines:
             what = f"all {most} places for engines are taken (engines.max_engines)"
             raise RequestError(what, code="too_many_engines")
 
-    def _configured(self, asked: wire.Register) -> Config:
-        """The daemon's configuration, with this engine's cache, model and generation. Raises RequestError."""
+    def _configured(self, asked: wire.Register, uid: int | None) -> Config:
+        """The daemon's configuration, with this user's engine's cache, model and generation. Raises RequestError."""
         config = self._config
         devices = config.engines.devices
         given = {"device": devices[0], "ownership": "attach"} | asked.layout
@@ -459,6 +460,8 @@ class Engines:
         try:
             cache = convert(given | named, CacheSection)
             check_cache(cache)
+            if config.server.open_to_all and uid not in (None, os.geteuid()):  # nobody has said that users may share
+                cache = msgspec.structs.replace(cache, fingerprint=cache.fingerprint | {"user": uid})
         except (msgspec.ValidationError, ConfigError) as error:
             raise RequestError(f"the engine's layout cannot be used: {error}", code="bad_value") from None
         if cache.device not in devices:

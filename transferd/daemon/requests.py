@@ -24,7 +24,7 @@ from transferd.daemon.liveness import Liveness
 from transferd.daemon.lookup import keys_bytes
 from transferd.errors import ProtocolError, TransferError
 from transferd.tiers.base import DeviceHandle
-from transferd.tiers.offered import PEER
+from transferd.tiers.offered import PASSED, PEER
 from transferd.wire import protocol as wire
 
 Work = Coroutine[Any, Any, Any]
@@ -127,7 +127,14 @@ class Requests:
         self._liveness.watch_process(peer)
         client, data = self._clients[peer], _handle_data(offer)
         data[PEER] = client.who  # from the kernel, because an offer could name another process
-        return lambda: self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
+        token, connection = data.pop(PASSED, None), client.connection
+
+        async def offered() -> str | None:
+            if isinstance(token, bytes) and connection is not None:
+                data[PASSED] = await connection.passed(token)
+            return await self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
+
+        return offered
 
     def clear_cache(self, peer: bytes, clear: wire.ClearCache) -> Begin:
         return lambda: self._engine(peer).cache.clear(keep_host=clear.keep_host)

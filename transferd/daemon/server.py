@@ -267,6 +267,7 @@ class Server:
             registration=registration,
             registered=registered,
             process=greeting.process,
+            passing=bool(greeting.process),
             configured=engine.configured if engine is not None and client.belongs else None,
             identity=None if engine is None else engine.identity,
             refused=client.refused,

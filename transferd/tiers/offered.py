@@ -5,17 +5,20 @@ or write a file for a user who could not do so. So it examines the file before i
 owner with the user whom the kernel names at the other end of the connection. It does so on the open file, because a
 path could lead elsewhere a moment later. A link, a mount or a group's right to write does not make up for the owner.
 
-ZeroMQ cannot pass a descriptor (SCM_RIGHTS), so the daemon opens /proc/<pid>/fd/<number> of the process at the other
-end of the connection (docs/adr/0041). A client imports this module, so it imports nothing that takes long to load.
+A client over a unix socket passes its own descriptors of the memory (wire/passing.py), so that the daemon needs no
+right to open it. Clients before 0.4 do not, and then the daemon opens the name, or /proc/<pid>/fd/<number> of the
+process at the other end of the connection (docs/adr/0041). A client imports this module, so it imports nothing that
+takes long to load.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ from transferd.wire.credentials import hidden
 DIRECTORY = Path("/dev/shm")
 LONGEST_NAME = 255  # bytes: NAME_MAX
 PEER = "peer"  # in the data of an offer: [uid, pid] of the client from the socket; only the daemon sets it
+# in the data of an offer: the token of its descriptors; in the daemon, (Descriptors, which of them) for each memory
+PASSED = "passed"
 MORE = "more"  # in the data of an offer: further memories, each with name or fd, nbytes and INODE
 INODE = "inode"  # in the data of an offer: [st_dev, st_ino] of the memory as the client sees it; optional
 UNSEALED = "unsealed"
@@ -41,16 +46,24 @@ def open_offered(data: Mapping[str, Any], nbytes: int) -> tuple[int, str]:
     Blocks while it allocates what is missing. Raises RequestError, TierError.
     """
     uid, pid = _offerer(data)
+    passed, which = data.get(PASSED) or (None, 0)
     if "fd" in data:
-        path, label, flags = _descriptor(data["fd"], pid), f"descriptor {data['fd']}", 0
+        path, label, flags = (
+            _descriptor(data["fd"], pid if passed is None else os.getpid()),
+            f"descriptor {data['fd']}",
+            0,
+        )
     else:
         path, label, flags = str(DIRECTORY / check_name(data.get("name"))), f"{data['name']!r}", os.O_NOFOLLOW
-    seen = _opened(path, os.O_PATH | flags, label)
-    try:
-        _check_owner(os.fstat(seen), label, uid)
-        fd = _opened(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_NONBLOCK, label)  # the very file that was looked at
-    finally:
-        os.close(seen)
+    if passed is not None:
+        fd = _copied(passed.numbers, which, label)
+    else:
+        seen = _opened(path, os.O_PATH | flags, label)
+        try:
+            _check_owner(os.fstat(seen), label, uid)
+            fd = _opened(f"/proc/self/fd/{seen}", os.O_RDWR | os.O_NONBLOCK, label)  # the very file that was looked at
+        finally:
+            os.close(seen)
     try:
         _check(fd, label, uid, nbytes, sealable="fd" in data)
         _check_seen(fd, label, data.get(INODE))
@@ -59,6 +72,15 @@ def open_offered(data: Mapping[str, Any], nbytes: int) -> tuple[int, str]:
         os.close(fd)
         raise
     return fd, label
+
+
+def _copied(numbers: Sequence[int], which: int, label: str) -> int:
+    """A descriptor of our own for one that a client has passed. Raises RequestError."""
+    if which >= len(numbers):
+        raise RequestError(f"no descriptor was passed for the memory of {label}", code="bad_value")
+    if fcntl.fcntl(numbers[which], fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) != os.O_RDWR:
+        raise RequestError(f"the descriptor that was passed for {label} cannot be written", code="not_attachable")
+    return fcntl.fcntl(numbers[which], fcntl.F_DUPFD_CLOEXEC, 0)
 
 
 def _offerer(data: Mapping[str, Any]) -> tuple[int, int]:
@@ -159,6 +181,24 @@ def inodes_of(data: Mapping[str, Any]) -> tuple[tuple[int, int] | None, ...]:
     return tuple(inode_of(one) for one in (data, *data.get(MORE, ())))
 
 
+@contextlib.contextmanager
+def own_descriptors(data: Mapping[str, Any]) -> Iterator[list[int]]:
+    """In the process that offers: a descriptor for each memory of a handle, to pass; [] if one cannot be opened."""
+    with contextlib.ExitStack() as opened:
+        found = []
+        try:
+            for one in (data, *data.get(MORE, ())):
+                number = one.get("fd")
+                if not isinstance(number, int):
+                    number = os.open(DIRECTORY / check_name(one.get("name")), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                    opened.callback(os.close, number)
+                os.fstat(number)
+                found.append(number)
+        except (OSError, RequestError):  # the daemon says what is wrong with it
+            found = []
+        yield found
+
+
 def with_inodes(data: dict[str, Any], inodes: Sequence[tuple[int, int] | None]) -> dict[str, Any]:
     """The data of a handle, with these inodes of its memories."""
     said = [{} if one is None else {INODE: list(one)} for one in inodes] or [{}]
@@ -168,7 +208,7 @@ def with_inodes(data: dict[str, Any], inodes: Sequence[tuple[int, int] | None]) 
 
 def said_of_memory(data: Mapping[str, Any]) -> dict[str, Any]:
     """The data of a handle without what the daemon knows of the memory to which it leads."""
-    return _without((PEER, INODE), data)
+    return _without((PEER, PASSED, INODE), data)
 
 
 def memory_named(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +216,7 @@ def memory_named(data: Mapping[str, Any]) -> dict[str, Any]:
 
     A name or a descriptor's number may lead to other memory later, so it counts only where nothing else is known.
     """
-    return _without((PEER, "name", "fd") if INODE in data else (PEER,), data)
+    return _without((PEER, PASSED, "name", "fd") if INODE in data else (PEER, PASSED), data)
 
 
 def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:

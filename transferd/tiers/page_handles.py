@@ -28,7 +28,7 @@ def shm_pages(
 
     Do not begin the name with `transferd.`: a daemon that starts removes such files unless a process holds their flock.
 
-    A descriptor needs an ipc:// connection and a daemon that may open this process's files, one of the same user.
+    A descriptor needs an ipc:// connection. With a daemon before 0.4, it also needs one of the same user.
     Raises TierError if there is no such memory, RequestError if it cannot be offered.
     """
     memories = [memory] if isinstance(memory, str | int) else list(memory)

@@ -18,7 +18,7 @@ from transferd.tiers.arrays import Region, describe, locate_offered
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.offered import INODE, MORE, PEER, identity_of, open_offered
+from transferd.tiers.offered import INODE, MORE, PASSED, PEER, identity_of, open_offered
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import SharedSegment, fresh_name
 
@@ -163,7 +163,11 @@ def _memories(handle: DeviceHandle, most: int = MOST_MEMORIES) -> list[dict[str,
         raise RequestError(f"the handle's {MORE} must be a list of tables", code="bad_value")
     if len(more) >= most:
         raise RequestError(f"the handle names {len(more) + 1} memories, at most {most} are possible", code="bad_value")
-    return [handle.data, *({**one, PEER: handle.data.get(PEER)} for one in more)]
+    peer, passed = handle.data.get(PEER), handle.data.get(PASSED)
+    return [
+        {**one, PEER: peer, PASSED: None if passed is None else (passed, which)}
+        for which, one in enumerate((handle.data, *more))
+    ]
 
 
 def _opened(data: dict[str, Any]) -> tuple[int, str, int]:

@@ -26,6 +26,7 @@ from transferd.runtime.loop_turns import loop_turns, now
 from transferd.wire.connection import Door, Outbox, ZmtpConnection
 from transferd.wire.credentials import credentials_of
 from transferd.wire.endpoint import EndpointLock
+from transferd.wire.passing import Passed
 from transferd.wire.shares import MOST_RECEIVED, Places, Room, User
 
 log = structlog.get_logger(__name__)
@@ -82,6 +83,7 @@ class Acceptor:
             max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
         )
         self.outbox = Outbox()
+        self.passed = Passed()
         self._watched: dict[int, ZmtpConnection] = {}  # by descriptor
         self._epoll = select.epoll()
         self._loop.add_reader(self._epoll.fileno(), self._ready)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from transferd.runtime.loop_turns import FRAMES, LoopTurns, Spent, now
 from transferd.wire.credentials import Credentials
+from transferd.wire.passing import ANCILLARY, MARK, TOKEN_BYTES, Descriptors, Passed
 from transferd.wire.shares import UNBUDGETED, Room, User
 from transferd.wire.zmtp import (
     COMMAND,
@@ -83,6 +84,7 @@ class Door:
     refusal: Callable[[Credentials | None], str] = lambda _: ""  # why a user may not enter, "" if he may
     observes: Callable[[Credentials | None], bool] = lambda _: False  # whether a user who enters here is an observer
     curve: Callable[[], Mechanism] | None = None  # makes the handshake of an endpoint that needs keys
+    passes: bool = False  # whether peers of a unix socket may pass descriptors instead of a handshake
     observer_limit: int = 0  # the most bytes of an observer's frame
     unread: int = MOST_UNREAD  # the most bytes that may wait for one peer; a single message may be larger
 
@@ -143,6 +145,7 @@ class ConnectionOwner(Protocol):
     room: Room[ZmtpConnection]
     outbox: Outbox
     drained: Callable[[ZmtpConnection], None]  # called when the peer had fallen behind, and has read all
+    passed: Passed
 
     def watch(self, connection: ZmtpConnection, before: int, events: int) -> None: ...
     def opened(self, connection: ZmtpConnection) -> None: ...
@@ -207,6 +210,10 @@ class ZmtpConnection:
     def user(self) -> User:
         return None if self.credentials is None else self.credentials.uid
 
+    async def passed(self, token: bytes) -> Descriptors:
+        """The descriptors that this peer's user has passed with this token. Raises TierError."""
+        return await self._acceptor.passed.take(self.user, token)
+
     @property
     def key(self) -> bytes:
         """The public key of the peer, 32 bytes; b"" without CURVE, or before the handshake has ended."""
@@ -226,7 +233,12 @@ class ZmtpConnection:
         space = frames.space
         data = b""
         try:
-            count = len(data := self._sock.recv(CHUNK)) if space is None else self._sock.recv_into(space)
+            if not self._greeted and self.door.passes:
+                count = len(data := self._first())
+                if self.closed:
+                    return
+            else:
+                count = len(data := self._sock.recv(CHUNK)) if space is None else self._sock.recv_into(space)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
@@ -243,6 +255,18 @@ class ZmtpConnection:
             frames.filled(count)
             self._acceptor.outbox.flush()  # a large message may cost much, so others' answers leave before
         self.work(FRAMES)
+
+    def _first(self) -> bytes:
+        """The first bytes of a peer of a unix socket. A peer that passes descriptors has done all that it came for."""
+        data, ancillary, _, _ = self._sock.recvmsg(CHUNK, ANCILLARY, sockets.MSG_CMSG_CLOEXEC)
+        if ancillary or data.startswith(MARK):
+            descriptors, refusal = Descriptors(ancillary), self.door.refusal(self.credentials)
+            if refusal or self.observer or not descriptors.numbers or len(data) != len(MARK) + TOKEN_BYTES:
+                self.break_off(refusal or "protocol_error", "it may not pass descriptors, or not in this way")
+            else:
+                self._acceptor.passed.arrived(self.user, data[len(MARK) :], descriptors)
+                self.end()
+        return data
 
     def work(self, most: int) -> None:
         """Handle at most `most` frames, while the turn lasts. If there are more, wait, and read nothing before."""

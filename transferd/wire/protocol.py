@@ -468,9 +468,9 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     configured: str | None = None  # the generation that the engine's configuration or registration named
     identity: Identity | None = None  # of the client's engine; nil if there is none, and from an older daemon
     refused: ErrorInfo | None = None  # why the client does not belong to the engine that it names, if there is one
-    # how the registration ended whose token the client shows: `unregistered`, `silent`, …; nil if it has not
-    ended: ErrorInfo | None = None
+    ended: ErrorInfo | None = None  # how the registration ended whose token the client shows; nil if it has not
     many: int = 0  # the most task ids in one Cancel or Settled; 0 from a daemon that reads one
+    passing: bool = False  # whether it takes descriptors of memory (passing.py)
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):

@@ -32,6 +32,7 @@ from transferd.wire.obstacle import find_obstacle
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
     from transferd.wire.connection import Door, Mechanism
+    from transferd.wire.passing import Descriptors
 
 
 LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
@@ -95,6 +96,10 @@ class ServerPeer(Protocol):
 
     def send(self, payload: bytes, /) -> bool:
         """Send one message. Returns False if the peer is gone or does not read its answers."""
+        ...
+
+    async def passed(self, token: bytes) -> Descriptors:
+        """The descriptors that this peer's user has passed with this token. Raises TierError."""
         ...
 
 
@@ -323,7 +328,7 @@ class ZmqServerTransport:
         gid: int,
     ) -> str:
         """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
-        door = replace(door, curve=curve) if _is_tcp(endpoint) else door
+        door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
         return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
 
     def _curve(self) -> Callable[[], Mechanism] | None:

@@ -118,9 +118,10 @@ class Asker:
 
     async def offer_own(self, _: Client) -> None:
         name = f"td-{os.getpid()}-own"
-        fd = os.open(DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(
+            DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600
+        )  # the daemon, another user, may not open it
         try:
-            os.fchmod(fd, 0o666)  # so that the daemon, another user, can open it
             os.posix_fallocate(fd, 0, PAGE)
             with mmap.mmap(fd, PAGE) as memory:
                 memory[:64] = b"\x5a" * 64

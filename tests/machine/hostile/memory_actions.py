@@ -12,10 +12,12 @@ import signal
 import stat
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest import mock
 
 from tests.machine.hostile.accounts import be_visible
 from tests.machine.hostile.place import SHARED, Place, Report, fresh_name
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError, WriteStorageTask, shm_pages
+from transferd.client import offers
 from transferd.runtime.compat import timeout
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.owner import as_data, this_process
@@ -274,14 +276,22 @@ async def come_from_a_namespace(place: Place, chance: random.Random, report: Rep
         report.told.append("no tmpfs")
         return
     for name in [one for one in names if one.startswith("kv-of-")][:3]:
-        (SHARED / name).write_bytes(bytes(NBYTES))  # here it is ours; where the daemon looks, it is another's
+        # Here it is ours; where the daemon looks, it is another's. By name it is refused, by descriptor it is ours.
+        (SHARED / name).write_bytes(b"\x5a" * PAGE + bytes(NBYTES - PAGE))
         async with engine(place) as thief:
             try:
-                await thief.offer(0, shm_pages(name, [(0, PAGE)]))
+                with mock.patch.object(offers, "own_descriptors", return_value=contextlib.nullcontext([])):
+                    await thief.offer(0, shm_pages(name, [(0, PAGE)]))
             except TransferError as error:
                 report.told.append(f"{name}: {error.reason}")
             else:
                 report.wrong.append(f"{name} of another user was accepted from inside a namespace")
+            await thief.offer(0, shm_pages(name, [(0, PAGE)]))
+            key = [f"{os.getpid()} {name}"]
+            await thief.submit(WriteStorageTask(task_id=f"w {name}", keys=key, gpu_block_ids=[0]))
+            await thief.submit(ReadStorageTask(task_id=f"r {name}", keys=key, gpu_block_ids=[1]))
+            if (SHARED / name).read_bytes()[: 2 * PAGE] not in (b"\x5a" * 2 * PAGE, b"\x5a" * PAGE + bytes(PAGE)):
+                report.wrong.append(f"a descriptor of our own {name} led to other memory")
 
 
 async def map_nothing_at_all(place: Place, chance: random.Random, report: Report) -> None:

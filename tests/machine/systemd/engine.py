@@ -2,6 +2,7 @@
 
     python engine.py roundtrip        write, read, swap out, swap in on every rank, every byte compared
     python engine.py flood N          push N writes and wait for every answer; one line a status when they are in
+    python engine.py pages NAME       register as NAME, offer private memory of its own, write, read, compare every byte
     python engine.py register         register an engine, and say what came of it
     python engine.py drain            and leave it so
     python engine.py events PUB       write, and wait for the KV event of it
@@ -17,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import mmap
 import os
 import sys
 from collections import Counter
@@ -37,6 +39,7 @@ from transferd import (
     SwapOutTask,
     TransferError,
     WriteStorageTask,
+    shm_pages,
 )
 from transferd.runtime.compat import timeout
 from transferd.tasks import Task
@@ -72,6 +75,41 @@ async def roundtrip() -> None:
             [layer[blocks].tobytes() for layer in layers] == before for blocks in (target, [i + BLOCKS for i in target])
         ]
     print(json.dumps({"ranks": len(caches), "ok": all(s is Status.OK for s in statuses), "same": all(same)}))
+
+
+async def pages(name: str) -> None:
+    """As vLLM's tier does: memory with a name that only its user may open; and memory without one."""
+    layout = Pages(layers=2, page_bytes=4096, blocks=BLOCKS, identity="an engine's")
+    size = BLOCKS * 4096
+    path = f"/dev/shm/of-{os.getuid()}-{name}"
+    try:
+        memories = [
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600),
+            os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING),
+        ]
+        arrays = []
+        for fd in memories:
+            os.ftruncate(fd, size)
+            arrays.append(np.frombuffer(mmap.mmap(fd, size), np.uint8).reshape(BLOCKS, 4096))
+        handle = shm_pages([os.path.basename(path), memories[1]], [(0, 4096), (0, 4096, 1)])
+        async with Client(engine=name, await_ready=False) as client:
+            await client.register(Engine(ranks=1, model="m", layout=layout))
+            await client.offer(0, handle, caches={"page": list(arrays)})
+            await client.wait_ready(30)
+            found = await client.exists(KEYS)
+            random = np.random.default_rng(os.getuid())
+            for array in arrays:
+                array[...] = random.integers(0, 256, array.shape, np.uint8)
+            before = [array.tobytes() for array in arrays]
+            blocks = list(range(BLOCKS))
+            written = await client.submit(WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=blocks))
+            for array in arrays:
+                array[...] = 0
+            read = await client.submit(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=blocks))
+            same = [array.tobytes() for array in arrays] == before
+    finally:
+        os.unlink(path)
+    print(json.dumps({"found": sum(found), "ok": written.status is read.status is Status.OK, "same": same}))
 
 
 async def flood(tasks: int) -> None:
@@ -140,6 +178,8 @@ if __name__ == "__main__":
             asyncio.run(ping(endpoint, *keys))
         case ["flood", count]:
             asyncio.run(flood(int(count)))
+        case ["pages", name]:
+            asyncio.run(pages(name))
         case ["register"]:
             asyncio.run(register())
         case ["drain"]:

@@ -53,9 +53,16 @@ class Installed:
         line = " ".join(["exec env", *PYTHON_ENVIRONMENT, *environment, self.machine.python, "-m transferd"])
         self.machine.put("/usr/bin/transferd", f'#!/bin/sh\n{line} "$@"\n', 0o755)
 
-    def configure(self, **settings: str) -> None:
-        """The packaged configuration, smaller, with lines replaced: old=new of what is given."""
+    def configure(self, *, as_packaged: bool = False, **settings: str) -> None:
+        """The packaged configuration with its [cache], smaller, with lines replaced: old=new of what is given.
+
+        as_packaged: the file as it is.
+        """
         text = (SYSTEMD / "transferd.toml").read_text()
+        if as_packaged:
+            (self.machine.root / CONFIG.lstrip("/")).write_text(text)
+            return
+        text = re.sub(r"(?m)^#(\[cache\]|\w+ = )", r"\1", text).replace('"0666"', '"0660"')
         for old, new in SMALLER.items():
             assert old in text
             text = text.replace(old, new)

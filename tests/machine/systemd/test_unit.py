@@ -90,6 +90,20 @@ def test_an_engine_of_another_user_moves_blocks_through_the_hardened_daemon(daem
         assert report["host"]["pinned"] is True, "the system call filter lets it"
 
 
+def test_the_daemon_as_packaged_serves_every_user_and_each_sees_its_own_blocks(installed: Installed) -> None:
+    """Nothing is configured: the daemon's user may open neither the engines' memory nor their /proc."""
+    installed.configure(as_packaged=True)
+    installed.start()
+    try:
+        for turn, user in enumerate(("stranger", "engine", "stranger")):
+            told = json.loads(_as(installed, user, f"{PACKAGE}/tests/machine/systemd/engine.py", "pages", f"e{turn}"))
+            assert told == {"found": 8 if turn == 2 else 0, "ok": True, "same": True}, user
+        assert '"level": "error"' not in installed.log()
+    finally:
+        installed.stop()
+        installed.configure()
+
+
 def test_a_user_who_is_not_in_the_group_cannot_connect(daemon: Installed) -> None:
     assert daemon.ping("engine")
     assert not daemon.ping("stranger", timeout="0.5")

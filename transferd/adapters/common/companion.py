@@ -1,7 +1,7 @@
 """The daemon behind an engine: a running one, or one that we start with defaults.
 
     where           the `endpoint` of the configuration, else TRANSFERD_ENDPOINT, else the packaged socket if a daemon
-                    of this user or of root listens there, else a socket in this user's directory
+                    listens there that can map our memory, else a socket in this user's directory
     runs already    we use it as it is, and never stop it
     does not run    with a named endpoint, the engine runs without a daemon and connects once one is there;
                     without, we start one that stores files under a cache directory
@@ -150,6 +150,7 @@ class DaemonFinder:
     endpoint, path, capacity: the operator's settings, "" or 0 if not set.
     block_bytes: of the engine's largest block, for which a daemon must have room; 0 if another process starts it, that
         of rank 0.
+    gpu: whether the daemon has to map memory of a GPU.
     started: the daemon that this process may start, once it has looked for one; None before, or if it starts none.
     """
 
@@ -161,13 +162,14 @@ class DaemonFinder:
         path: str = "",
         capacity: int = 0,
         block_bytes: int = 0,
+        gpu: bool = False,
     ) -> None:
         named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
         if named and (path or capacity):
             what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
             raise ConfigError("path, capacity", what, named)
         self.program = program
-        self._path, self._capacity, self._block_bytes = path, capacity, block_bytes
+        self._path, self._capacity, self._block_bytes, self._gpu = path, capacity, block_bytes, gpu
         self._endpoint = named
         self._ours = False  # whether the endpoint is the one where engines of this user start a daemon
         self.started: FilesDaemon | None = None
@@ -190,7 +192,7 @@ class DaemonFinder:
         The daemon may not answer yet. Raises TransferError, OSError.
         """
         if not self._endpoint:
-            self._endpoint = packaged_endpoint(self.program.title, self.program.log)
+            self._endpoint = packaged_endpoint(self.program.title, self.program.log, gpu=self._gpu)
         if not self._endpoint:
             directory, self._ours = own_directory(self.program.folder), True
             self._endpoint = own_socket(directory)

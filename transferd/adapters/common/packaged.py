@@ -9,11 +9,12 @@ import socket
 from transferd.config.sections import DEFAULT_ENDPOINT
 
 
-def packaged_endpoint(engine: str, log: logging.Logger) -> str:
-    """The packaged daemon's endpoint if it listens and runs as this user or as root; "" if it does not.
+def packaged_endpoint(engine: str, log: logging.Logger, *, gpu: bool) -> str:
+    """The packaged daemon's endpoint if it listens, and can map this engine's memory; "" if it does not.
 
-    Another user's daemon cannot open this user's memory: segments in /dev/shm have mode 0600, and CUDA shares memory
-    only among processes of one user. If so, this logs a warning. engine: the engine's name for the warning.
+    It maps shared memory of every user who may connect. CUDA shares memory only among processes of one user, so for
+    memory of a GPU the daemon must run as this user or as root. If it is there and not used, this logs a warning.
+    engine: the engine's name for the warning.
     """
     if nobody_listens(DEFAULT_ENDPOINT):
         return ""
@@ -25,10 +26,12 @@ def packaged_endpoint(engine: str, log: logging.Logger) -> str:
     except OSError as error:
         why = f"this user may not connect to it ({error.strerror})"
     else:
-        if owner not in (os.getuid(), 0):
-            why = f"it runs as another user (uid {owner}, we are {os.getuid()}), who cannot open this engine's memory"
-        elif not os.access(path, os.W_OK):
-            why = "this user may not connect to it"
+        if not os.access(path, os.W_OK):
+            why = "this user may not connect to it (server.socket_mode, server.socket_group)"
+        elif gpu and owner not in (os.getuid(), 0):
+            why = (
+                f"it runs as another user (uid {owner}, we are {os.getuid()}), and CUDA shares memory of one user only"
+            )
         else:
             return DEFAULT_ENDPOINT
     what = "not using the packaged daemon at %s: %s. To share it, run it as %s's user"

@@ -43,14 +43,14 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def capacity_bytes(self) -> int:
         return int(Size.parse(self.capacity))
 
-    def finder(self, program: Program, engine: EngineFacts | None) -> DaemonFinder:
-        """Where the daemon of these settings is. engine: None in a process that does not start it.
+    def finder(self, program: Program, engine: EngineFacts | None, *, gpu: bool = False) -> DaemonFinder:
+        """Where the daemon of these settings is. engine: None in a process that does not start it. gpu: see there.
 
         Raises ConfigError for settings that contradict each other.
         """
         where = {"endpoint": self.endpoint, "path": self.path}
         block_bytes = 0 if engine is None else engine.block_bytes
-        return DaemonFinder(program, **where, capacity=self.capacity_bytes, block_bytes=block_bytes)
+        return DaemonFinder(program, **where, capacity=self.capacity_bytes, block_bytes=block_bytes, gpu=gpu)
 
 
 def check_size(section: str, key: str, given: int | str) -> None:

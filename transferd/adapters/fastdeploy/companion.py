@@ -189,7 +189,7 @@ def for_objects(backend: str) -> Companion:
 
 def _running(named: str | None) -> tuple[str, dict[str, Any] | None]:
     """Where a daemon that we do not start may be, and what it reports; None if none answers there."""
-    endpoint = named or packaged_endpoint("FastDeploy", log)
+    endpoint = named or packaged_endpoint("FastDeploy", log, gpu=True)
     return endpoint, ask(endpoint) if endpoint and not nobody_listens(endpoint) else None
 
 

@@ -116,7 +116,7 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
         self._versions = Versions(self._settings.generation, version_of_the_engine())
-        self._link = link = _to_the_daemon(self._settings, name)
+        self._link = link = _to_the_daemon(self._settings, name, vllm_config.device_config.device_type != "cpu")
         self._scheduling = Scheduling(
             link,
             model=model,
@@ -361,9 +361,9 @@ class EventForms:
         return [BlockRemoved(hashes, MEDIUM, group_idx=group) for group, hashes in by_group.items()]
 
 
-def _to_the_daemon(chosen: AdapterSettings, name: str) -> Link:
+def _to_the_daemon(chosen: AdapterSettings, name: str, gpu: bool) -> Link:
     """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
-    companion = chosen.finder(VLLM, None)
+    companion = chosen.finder(VLLM, None, gpu=gpu)
     return Link(companion, name, token=None)
 
 

@@ -27,7 +27,8 @@ class Working:
     def __init__(self, engine: EngineFacts, chosen: AdapterSettings, layers: Mapping[str, int] | None = None) -> None:
         """layers: see LayerLoads."""
         self.engine = engine
-        companion = chosen.finder(VLLM, engine if engine.memory.rank == 0 else None)
+        gpu = not isinstance(engine.memory, OfferedMemory)
+        companion = chosen.finder(VLLM, engine if engine.memory.rank == 0 else None, gpu=gpu)
         self._passed = 0
         self._link = Link(companion, engine.name, self._enter, token=engine.token)
         self.loads = LayerLoads(self._link.submit, layers or {})
