@@ -233,6 +233,14 @@ LEDGER = [
         "dropped, counted", ("observability.traces:MAX_WAITING",),
     ),
     Row(
+        "look-ups that are kept while somebody records", "{0} ids of 512 tokens", "the daemon's user and root record",
+        "the oldest are dropped, counted", ("observability.key_trace:MOST_IDS",),
+    ),
+    Row(
+        "keys that the curve of sizes follows, of all engines", "{0}", NO_USER, "a smaller sample",
+        ("observability.what_if:MOST",),
+    ),
+    Row(
         "the flight recorder; a story", "`recorder.tasks`, `recorder.keep` files; {0} notes", NO_USER, "the oldest go",
         ("observability.story:MAX_NOTES",),
     ),

@@ -348,9 +348,9 @@ async def test_a_read_lease_keeps_an_object_like_a_pin_and_no_disk_is_told(tmp_p
     answer = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True, places=True))
     assert isinstance(answer, dict)
     assert (answer["pinned"], answer["durable"]) == (1, 0)
-    assert held._keeper.statistics()["pinned"] == 1
+    assert storage.statistics()["pinned"] == 1
     await held.unpin(engine, wire.Unpin(["k"]))
-    assert held._keeper.statistics()["pinned"] == 0
+    assert storage.statistics()["pinned"] == 0
     assert (listed.exists() and listed.stat()) == before, "each look-up of LMCache would wait for the disk"
     lasting = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True))
     assert isinstance(lasting, dict)

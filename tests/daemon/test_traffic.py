@@ -21,9 +21,8 @@ from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.daemon import traffic as module
 from transferd.daemon.preflight import build_engine
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyHistory, KeyTraffic
 from transferd.observability import key_trace, logs
-from transferd.observability.key_history import KeyHistory
 from transferd.observability.key_trace import KEPT_S, KeyTrace
 from transferd.observability.report import MISSED_FOR
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -146,7 +145,7 @@ async def test_levels_that_are_out_ranks_that_lack_a_block_and_blocks_that_were_
     await store.open()
     opened = Harness(store, Memory(4096))
     store.register(opened.memory)
-    traffic, engine = Traffic(store, SYSTEM_CLOCK, admission), an_engine()
+    traffic, engine = KeyTraffic(store, SYSTEM_CLOCK, admission), an_engine()
 
     def missed(key: str) -> dict[str, int]:
         before = traffic.missed_for("e")
@@ -173,7 +172,7 @@ async def test_levels_that_are_out_ranks_that_lack_a_block_and_blocks_that_were_
 
 async def test_misses_are_those_of_the_last_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    traffic = Traffic(None, SimpleNamespace(monotonic=lambda: now[0]), None)  # type: ignore[arg-type]
+    traffic = KeyTraffic(None, SimpleNamespace(monotonic=lambda: now[0]), None)  # type: ignore[arg-type]
     for minute in (0, 0, 59, 60):
         now[0] = minute * 60.0
         traffic.looked_up(an_engine(), ["k"], 0)

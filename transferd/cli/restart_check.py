@@ -27,7 +27,7 @@ SAFE, WAIT, LOSES = "safe", "wait", "loses"
 EXIT = {SAFE: 0, LOSES: 1, WAIT: 3}
 
 
-class Row(NamedTuple):
+class Stake(NamedTuple):
     """One thing that a restart concerns. state: safe, wait (until it ends by itself) or loses."""
 
     what: str
@@ -35,21 +35,21 @@ class Row(NamedTuple):
     text: str
 
 
-def rows(report: Report, lost: AtRestart, *, drained: bool = False) -> Iterator[Row]:
+def rows(report: Report, lost: AtRestart, *, drained: bool = False) -> Iterator[Stake]:
     """What a restart would do to each part. drained: by this command, so drains are no holds."""
     if lost.configuration:
-        yield Row("configuration", LOSES, f"the daemon would not start: {lost.configuration}")
+        yield Stake("configuration", LOSES, f"the daemon would not start: {lost.configuration}")
     else:
-        yield Row("configuration", SAFE, "on disk it is valid")
+        yield Stake("configuration", SAFE, "on disk it is valid")
     yield from _stored(report, lost)
     yield from _tasks(report)
     holds = [one for one in report.held if one.what != "drain" or not drained]
     held = "; ".join(f"{one.what} of engine {one.engine}, by {one.holder}" for one in holds)
-    yield Row("holds", LOSES if held else SAFE, f"would end, and their holders do not know: {held}" if held else "none")
+    yield Stake("holds", LOSES if held else SAFE, f"would end unknown to their holders: {held}" if held else "none")
     yield from _engines(report)
 
 
-def _stored(report: Report, lost: AtRestart) -> Iterator[Row]:
+def _stored(report: Report, lost: AtRestart) -> Iterator[Stake]:
     from transferd.observability.units import count, size
 
     storage = report.storage
@@ -61,29 +61,29 @@ def _stored(report: Report, lost: AtRestart) -> Iterator[Row]:
         "of a warm-up": storage.warming_bytes or 0,
     }
     text = ", ".join(f"{size(nbytes)} {what}" for what, nbytes in moving.items() if nbytes)
-    yield Row("copies", WAIT if text else SAFE, text or "none under way")
+    yield Stake("copies", WAIT if text else SAFE, text or "none under way")
     alone = f"{count(lost.objects)} objects, {size(lost.bytes)}, are in this daemon's memory and nowhere else"
     if lost.unknown:
-        yield Row("stored blocks", LOSES, f"it is not known which ones only this daemon has: {lost.unknown}")
+        yield Stake("stored blocks", LOSES, f"it is not known which ones only this daemon has: {lost.unknown}")
     elif not lost.objects:
-        yield Row("stored blocks", SAFE, "none is in this daemon's memory alone")
+        yield Stake("stored blocks", SAFE, "none is in this daemon's memory alone")
     elif lost.stop_copies_s:
-        yield Row("stored blocks", SAFE, f"{alone}; a stop copies them for {lost.stop_copies_s:g} s (drain_at_stop)")
+        yield Stake("stored blocks", SAFE, f"{alone}; a stop has {lost.stop_copies_s:g} s to copy them (drain_at_stop)")
     else:
-        yield Row("stored blocks", WAIT if lost.bytes <= coming else LOSES, alone)
+        yield Stake("stored blocks", WAIT if lost.bytes <= coming else LOSES, alone)
 
 
-def _tasks(report: Report) -> Iterator[Row]:
+def _tasks(report: Report) -> Iterator[Stake]:
     if report.straggling:
-        yield Row("tasks", LOSES, f"{report.straggling} hang: a stop has to abandon their memory (`transferd tasks`)")
+        yield Stake("tasks", LOSES, f"{report.straggling} hang: a stop must abandon their memory (`transferd tasks`)")
     elif report.queued or report.running:
         text = f"{report.running} running and {report.queued} queued; a stop would fail what is queued"
-        yield Row("tasks", WAIT, text)
+        yield Stake("tasks", WAIT, text)
     else:
-        yield Row("tasks", SAFE, "none")
+        yield Stake("tasks", SAFE, "none")
 
 
-def _engines(report: Report) -> Iterator[Row]:
+def _engines(report: Report) -> Iterator[Stake]:
     from transferd.observability.units import size
 
     for name, engine in report.engines.items():
@@ -93,19 +93,19 @@ def _engines(report: Report) -> Iterator[Row]:
         host = f"; its {size(nbytes)} of host blocks are lost" if nbytes else ""
         what = f"engine {one_line(name)}"
         if engine.returns:
-            yield Row(what, SAFE, f"comes back by itself{host}")
+            yield Stake(what, SAFE, f"comes back by itself{host}")
         elif engine.returns is None:
-            yield Row(what, SAFE, f"no process of it says whether it comes back{host}")
+            yield Stake(what, SAFE, f"no process of it says whether it comes back{host}")
         else:
-            yield Row(what, LOSES, f"does not come back by itself: restart it as well (Client.on_new_boot){host}")
+            yield Stake(what, LOSES, f"does not come back by itself: restart it as well (Client.on_new_boot){host}")
 
 
-def verdict(found: list[Row]) -> str:
+def verdict(found: list[Stake]) -> str:
     states = {row.state for row in found}
     return LOSES if LOSES in states else WAIT if WAIT in states else SAFE
 
 
-async def _check(client: Client, *, drained: bool = False) -> list[Row]:
+async def _check(client: Client, *, drained: bool = False) -> list[Stake]:
     from transferd.observability.report import read
 
     lost = await client.restart_check()
@@ -134,7 +134,7 @@ def restart_check(
     Run it as the daemon's user or root.
     """
 
-    async def ask() -> list[Row]:
+    async def ask() -> list[Stake]:
         async with contextlib.AsyncExitStack() as stack:
             client = await stack.enter_async_context(daemon.connected())
             found = await _check(client)
@@ -166,7 +166,7 @@ SAID = {
 }
 
 
-def _print(found: list[Row], said: str) -> None:
+def _print(found: list[Stake], said: str) -> None:
     from rich.table import Table
     from rich.text import Text
 

@@ -94,8 +94,7 @@ class Conversation:
         self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
         self.renewed: Callable[[], object] = lambda: None
-        self.returns = False  # whether the engine hears of a new daemon, and attaches its memory there
-        self.settling = Settling(self)
+        self.settling, self.returns = Settling(self), False  # returns: the engine hears of a new daemon, and attaches
         self.served = Served()
         self._heart = Heartbeat()
         self._transport = transport

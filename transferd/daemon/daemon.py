@@ -29,7 +29,7 @@ from transferd.daemon.preflight import build
 from transferd.daemon.server import Greeting, Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.stats import Parts
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyTraffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, tree
@@ -91,11 +91,9 @@ class Daemon:
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
         self.traces = _build_traces(config, self.boot_id, clock)
-        metrics = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE]))
-        windows = Windows(clock)
+        metrics, windows = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE])), Windows(clock)
         observers = [metrics.ended, windows.ended, *([] if self.traces is None else [self.traces.ended])]
         self.tasks = TaskLog(clock, observers, [metrics.left])
-        admission = second_use(config.storage, clock.monotonic)
         shared = Shared(
             boot_id=self.boot_id,
             clock=clock,
@@ -108,8 +106,8 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
-            traffic=Traffic(self.storage, clock, admission),
-            admission=admission,
+            traffic=(traffic := KeyTraffic(self.storage, clock, second_use(config.storage, clock.monotonic))),
+            admission=traffic.admission,
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)

@@ -34,7 +34,7 @@ from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
-from transferd.daemon.traffic import Traffic
+from transferd.daemon.traffic import KeyTraffic
 from transferd.daemon.weights import Origin
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import RankReport
@@ -93,7 +93,7 @@ class Shared:
     events: EventSockets | None  # the sockets of KV events
     departures: Departures
     tasks: TaskLog  # gets every answered task
-    traffic: Traffic  # gets every look-up and answered task
+    traffic: KeyTraffic  # gets every look-up and answered task
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
@@ -138,9 +138,8 @@ class HostedEngine:
         self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
         self.config = config
         self.registration = registration
-        self.nbytes = plan.sizes.memory
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
-        self.configured = plan.generation
+        self.nbytes, self.configured = plan.sizes.memory, plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine

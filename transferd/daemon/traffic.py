@@ -3,27 +3,90 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from transferd.observability.key_history import KeyHistory
+from transferd.blocks.formats import ObjectFormat
+from transferd.control.dispatcher import Dispatcher
 from transferd.observability.key_trace import KeyTrace
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
 from transferd.storage.admission import SecondUse
-from transferd.storage.base import Storage
-from transferd.storage.queues import STORED
+from transferd.storage.base import Noted, Storage
+from transferd.storage.queues import STORED, EngineOwner
 from transferd.tasks import Lane, Task, TaskResult
-
-if TYPE_CHECKING:
-    from transferd.daemon.engine import HostedEngine
+from transferd.workers.rank import RankWorker
 
 MINUTES = 60  # of misses that are remembered
 GENERATIONS = 8  # earlier ones of an engine, in which its blocks are looked for
+REMEMBERED = 8192  # events of each place
 SIZES = (0.5, 1.0, 2.0, 4.0)  # of what a level has
 NEVER, OTHER, OUT, REFUSED, INCOMPLETE = "never_stored", "other_identity", "level_out", "not_admitted", "incomplete"
 assert {NEVER, OTHER, OUT, REFUSED, INCOMPLETE} < set(MISSED_FOR)
+
+
+class Happened(NamedTuple):
+    """One thing that happened to an object. at: monotonic seconds. before: how it was stored, if that is known."""
+
+    at: float
+    what: str
+    engine: str
+    before: Happened | None
+
+
+_Event = tuple[float, str, Hashable, Any]  # a Happened as it is kept; with the owner, and `before` in this form
+
+
+class KeyHistory:
+    """What last happened to stored objects: when each was stored and by whom, and when, why and for whom it left.
+
+    Each backend, or level of storage, notes its own objects (Index.trace). The newest REMEMBERED to 2 * REMEMBERED of a
+    place are kept. It is for people: an object that was found at start, or that nobody remembers, has no history.
+
+    now: monotonic seconds.
+    """
+
+    def __init__(self, now: Callable[[], float], most: int = REMEMBERED) -> None:
+        self._now, self._most = now, most
+        self._places: dict[str, list[dict[str, _Event]]] = {}  # the newer half, and the older one
+
+    def at(self, place: str) -> Noted:
+        """What a place calls for each object. It costs less than a microsecond."""
+        halves, now, most = self._places.setdefault(place, [{}, {}]), self._now, self._most
+
+        def noted(name: str, what: str, whose: Hashable) -> None:
+            newer = halves[0]
+            before = None if what == STORED else newer.get(name) or halves[1].get(name)
+            newer[name] = now(), what, whose, before if before is not None and before[1] == STORED else None
+            if len(newer) > most:
+                halves[:] = {}, newer
+
+        return noted
+
+    def of(self, name: str) -> dict[str, Happened]:
+        """What happened to an object last, by place."""
+        found = {place: newer.get(name) or older.get(name) for place, (newer, older) in self._places.items()}
+        return {place: _happened(event) for place, event in found.items() if event is not None}
+
+
+def _happened(event: _Event) -> Happened:
+    at, what, whose, before = event
+    engine = whose.engine if isinstance(whose, EngineOwner) else ""
+    return Happened(at, what, engine, None if before is None else _happened(before))
+
+
+class LooksUp(Protocol):
+    """The part of an engine (engine.py) that this module needs."""
+
+    name: str
+    objects: ObjectFormat
+    workers: list[RankWorker]
+    dispatcher: Dispatcher
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
 
 
 class _Missed:
@@ -34,23 +97,23 @@ class _Missed:
         self.generations: deque[str] = deque(maxlen=GENERATIONS)
 
 
-class Traffic:
+class KeyTraffic:
     """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record."""
 
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
-        self._storage, self._admission = storage, admission
+        self._storage, self.admission = storage, admission
         self._now = clock.monotonic
         self._what_if = WhatIf(clock.monotonic)
         self._history = KeyHistory(clock.monotonic)
         self.trace = KeyTrace(clock.monotonic)
         self._missed: dict[str, _Missed] = {}
-        self._engines: dict[str, HostedEngine] = {}  # those that have looked something up, or stored it
+        self._engines: dict[str, LooksUp] = {}  # those that have looked something up, or stored it
         if storage is not None:
             storage.index.trace(self._history.at, storage.backend)
 
     # --- what engines do ----------------------------------------------------------------------------
 
-    def looked_up(self, engine: HostedEngine, keys: Sequence[str], missing: int | None) -> None:
+    def looked_up(self, engine: LooksUp, keys: Sequence[str], missing: int | None) -> None:
         """Note a look-up of a chain of blocks. missing: the position of the first one that is not there."""
         self._what_if.looked_up(engine.name, keys, self._came(engine))
         self.trace.looked_up(engine.name, keys, engine.block_size)
@@ -64,7 +127,7 @@ class Traffic:
             missed.minutes.append((minute, Counter()))
         missed.minutes[-1][1][self._why(engine, keys[missing])] += 1
 
-    def ended(self, engine: HostedEngine, task: Task, result: TaskResult, *, asks: bool) -> None:
+    def ended(self, engine: LooksUp, task: Task, result: TaskResult, *, asks: bool) -> None:
         """Note a task that was answered. asks: the engine looks up what it reads."""
         keys: Sequence[str] = getattr(task, "keys", ())
         if not keys or self._storage is None:
@@ -80,14 +143,14 @@ class Traffic:
         self._missed.pop(engine, None)
         self._engines.pop(engine, None)
 
-    def _came(self, engine: HostedEngine) -> int:
+    def _came(self, engine: LooksUp) -> int:
         """Bytes of a stored block of this engine, all ranks together."""
         self._engines[engine.name] = engine
         return engine.objects.slot_bytes * len(engine.workers)
 
     # --- why ----------------------------------------------------------------------------------------
 
-    def _why(self, engine: HostedEngine, key: str) -> str:
+    def _why(self, engine: LooksUp, key: str) -> str:
         """Why a block is not there for an engine: one of MISSED_FOR."""
         names, out = self._names(engine, engine.dispatcher.generation, key), self._out()
         absent = [name for name in names if not self._there(name)]
@@ -104,19 +167,19 @@ class Traffic:
         if out:
             return OUT
         (block,) = engine.objects.ids([key])
-        if self._admission is not None and self._admission.named(
+        if self.admission is not None and self.admission.named(
             (engine.objects.space, engine.dispatcher.generation, block)
         ):
             return REFUSED
         return NEVER
 
-    def _names(self, engine: HostedEngine, generation: str, key: str) -> list[str]:
+    def _names(self, engine: LooksUp, generation: str, key: str) -> list[str]:
         """The first object of a block of this generation, of each rank."""
         ids, suffix = engine.objects.ids([key]), engine.objects.parts[0].suffix
         ranks = [worker.context.object_rank for worker in engine.workers]
         return [name + suffix for rank in ranks for name in engine.objects.names(generation, ids, rank)]
 
-    def _elsewhere(self, engine: HostedEngine, key: str) -> Iterator[tuple[str, str, str]]:
+    def _elsewhere(self, engine: LooksUp, key: str) -> Iterator[tuple[str, str, str]]:
         """Other engines and generations that may have stored a block under this key, with the name of its object."""
         for name, other in self._engines.items():
             known = self._missed.get(name)

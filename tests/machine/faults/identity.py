@@ -18,6 +18,7 @@ from tests.machine.faults.operator import Operator
 from tests.machine.faults.resources import SERVE_S, Finding, Scenario, config, serving
 from tests.machine.hostile.test_memory import Engine
 from tests.support.freezing import freeze, thaw
+from tests.support.looking import new_stats
 from tests.support.waits import wait_until
 from transferd import Client, ReadStorageTask, Status, TransferError
 from transferd.client import launch
@@ -45,7 +46,7 @@ def engines(endpoint: str, *names: str) -> Iterator[list[Engine]]:
 
 async def _others_count(operator: Operator) -> None:
     """The daemon counts the tasks of other engines and handovers, too, which the operator has not submitted."""
-    operator.submitted = sum((await operator.client.stats())["tasks"].values())
+    operator.submitted = sum((await new_stats(operator.client))["tasks"].values())
 
 
 def come(engine: Engine, weights: str, colour: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import resource
@@ -161,7 +162,11 @@ def breakable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("breakable")  # before `stored`, which starts the daemon
-@pytest.mark.parametrize("first", ["read", "write", "nothing"])
+@pytest.mark.parametrize(
+    ("stored", "first"),
+    [*itertools.product(("memory", "file", "file, direct"), ("read", "write")), ("memory", "nothing")],
+    indirect=["stored"],
+)
 def test_a_broken_page_costs_its_engine_its_tasks(stored: World, first: str) -> None:
     """Broken hardware below the memory of one engine, as the daemon sees it. The rest of that memory is in use."""
     bad, good = stored.engine(ALICE, "bad"), stored.engine(BOB, "good")
@@ -227,7 +232,9 @@ def segments(daemon: DaemonProcess) -> list[str]:
 
 
 @pytest.mark.one_loop
-@pytest.mark.parametrize("left", [0, 4096, 300_000])
+@pytest.mark.parametrize(
+    ("own", "left"), [("memory", 0), ("memory", 4096), ("memory", 300_000), ("file", 4096)], indirect=["own"]
+)
 async def test_the_daemons_own_memory_that_a_client_truncates_is_made_anew(own: World, left: int) -> None:
     good = await asyncio.to_thread(own.engine, BOB, "good")
     assert good.offer(good.make("")) == "ok"

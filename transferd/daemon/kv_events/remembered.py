@@ -30,6 +30,7 @@ from transferd.daemon.kv_events.announcements import Block, Residency
 from transferd.errors import NoThreads
 from transferd.runtime.aio import answered
 from transferd.runtime.threads import Crew
+from transferd.storage.registry import backends_of
 from transferd.wire.kv_events import MEDIUM_STORAGE
 
 log = structlog.get_logger(__name__)
@@ -45,19 +46,20 @@ MODE = 0o600  # it has token ids
 _HEAD = struct.Struct("<IQ")
 
 
-class _Chunk(msgspec.Struct, array_like=True, gc=False):
+class _Announcements(msgspec.Struct, array_like=True, gc=False):
     generation: str
     records: list[Record]
 
 
-_decoder, _encoder = msgspec.msgpack.Decoder(_Chunk), msgspec.msgpack.Encoder()
+_decoder, _encoder = msgspec.msgpack.Decoder(_Announcements), msgspec.msgpack.Encoder()
 
 
 def place_of(config: Config, engine: str, space: str) -> Path | None:
     """The file of one engine; None if no disk of this node holds blocks. space: the beginning of its objects' names."""
-    if "file" not in config.storage.backends:
+    disks = [one for kind in backends_of(config) for one in kind.directories(config.storage)]
+    if not disks:
         return None
-    return Path(config.storage.file.paths[0]) / f"announced-{key_digest(f'{engine} {space}')[:16]}"
+    return Path(disks[0].paths[0]) / f"announced-{key_digest(f'{engine} {space}')[:16]}"
 
 
 class Remembered:
@@ -176,5 +178,5 @@ class Remembered:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | how, MODE)
         with os.fdopen(fd, "wb") as file:
             for first in range(0, len(records), A_CHUNK):
-                body = _encoder.encode(_Chunk(generation, list(records[first : first + A_CHUNK])))
+                body = _encoder.encode(_Announcements(generation, list(records[first : first + A_CHUNK])))
                 file.write(_HEAD.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body)
