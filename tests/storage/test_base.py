@@ -31,7 +31,7 @@ from transferd.storage.base import (
 )
 from transferd.storage.lru import Use
 
-MOST_METHODS = 15
+MOST_METHODS = 16
 OF_CLASSES = {
     "from_config",
     "directories",
