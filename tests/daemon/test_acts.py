@@ -35,7 +35,7 @@ def test_an_act_is_noted_once_it_is_answered_with_all_but_secrets() -> None:
     now[0] = 15.0
     newest, first = acts.report()
     assert (first.what, first.wanted, first.engine, first.ago_s) == ("pause", "", "e", 3.0)
-    assert (newest.what, newest.wanted) == ("purge", "keys 2, older_than 5.0, dry_run False")
+    assert (newest.what, newest.wanted) == ("purge", "keys 2, older_than 5.0, dry_run False, shared False")
     assert [line["act"] for line in lines] == ["pause", "purge"]
     assert (lines[1]["objects"], lines[1]["by"]["client"]) == (2, "p")
     assert "a secret" not in str(lines)

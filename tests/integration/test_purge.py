@@ -131,7 +131,9 @@ def test_a_backend_that_does_not_know_its_objects_says_so(place: Path) -> None:
 
 @needs_root
 def test_who_may_purge(place: Path, backend: str) -> None:
-    with accounts("alice", "bob") as users, daemon(place, backend) as node, contextlib.ExitStack() as stack:
+    with accounts("alice", "bob") as users, contextlib.ExitStack() as stack:
+        who = [0, *(user.uid for user in users.values())]  # they share blocks, because they are named
+        node = stack.enter_context(daemon(place, backend, server={"socket_mode": "0666", "allowed_uids": who}))
         alice = stack.enter_context(Storing(node.endpoint, "llama", uid=users["alice"].uid))
         alices_other = stack.enter_context(Storing(node.endpoint, "qwen", uid=users["alice"].uid))
         # The same model and layout: bob's engine reads alice's blocks, and may remove none of them.

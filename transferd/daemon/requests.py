@@ -8,6 +8,7 @@ engine's coordinator, cache and look-ups, or the holdings and prefetches of all 
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -132,7 +133,13 @@ class Requests:
         async def offered() -> str | None:
             if isinstance(token, bytes) and connection is not None:
                 data[PASSED] = await connection.passed(token)
-            return await self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
+            try:
+                return await self._engines.offer(peer, client, offer.rank, DeviceHandle(offer.kind, data), offer.epoch)
+            except BaseException as error:
+                # The frames of a refusal hold what was passed, in a circle that only a collection would break.
+                traceback.clear_frames(error.__traceback__)
+                data.clear()
+                raise
 
         return offered
 

@@ -19,9 +19,14 @@ from typing import Any
 
 import pytest
 
+from tests.machine.hostile.oracle import descriptors
 from tests.support.memory_group import memory_group
 from tests.support.waits import wait_until
-from transferd.client.launch import start
+from transferd import Client, Pages, TransferError
+from transferd import Engine as Registered
+from transferd.client.launch import running, start
+from transferd.tiers.base import DeviceHandle
+from transferd.tiers.owner import as_data, this_process
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
@@ -271,6 +276,22 @@ def test_memory_that_vanishes_while_copies_run_never_ends_the_daemon(stored: Wor
     assert good.read("read0", [3, 4])[:2] == ["ok", 2]
     assert good.colours("", 3) == [9]
     assert stored.alive
+
+
+async def test_what_is_passed_for_an_offer_that_is_refused_is_closed_at_once(tmp_path: Path) -> None:
+    """Each user may have passed so many that are not closed yet: refusals must not take its places."""
+    with running({"storage": {"backend": "none"}}, tmp_path) as daemon:
+        before = descriptors(daemon.pid)
+        async with Client(daemon.endpoint, engine="e", await_ready=False) as client:
+            await client.register(
+                Registered(ranks=1, model="m", layout=Pages(layers=1, page_bytes=4096, blocks=8, identity="x"))
+            )
+            data = {"fd": os.open("/dev/zero", os.O_RDWR), "nbytes": 8 * 4096, "segments": [[0, 4096]]}
+            for _ in range(4):
+                with pytest.raises(TransferError, match="regular file"):
+                    await client.offer(0, DeviceHandle("shm", data | {"owner": as_data(this_process())}))
+            os.close(data["fd"])  # type: ignore[arg-type]
+            assert "/dev/zero" not in descriptors(daemon.pid) - before
 
 
 def test_sparse_memory_on_a_full_file_system_is_refused() -> None:

@@ -148,19 +148,22 @@ async def register() -> None:
 
 
 async def events(endpoint: str) -> None:
-    """The first batch that a subscriber gets; writes go on until it has joined."""
+    """The first batch with events that a subscriber gets; writes go on until it has joined."""
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         socket.connect(endpoint)
         async with timeout(30), Client() as client:
             await attach_all(client)
-            numbers = itertools.count()
-            while not await socket.poll(100):
-                task_id = f"event-{next(numbers)}"
-                await client.submit(WriteStorageTask(task_id=task_id, keys=[task_id], gpu_block_ids=[0]))
-            _, _, batch = await socket.recv_multipart()
-    print(json.dumps({"types": [event["type"] for event in msgspec.msgpack.decode(batch)[1]]}))
+            numbers, types = itertools.count(), list[str]()
+            while not types:  # a new subscription gets an empty batch at once
+                if await socket.poll(100):
+                    _, _, batch = await socket.recv_multipart()
+                    types = [event["type"] for event in msgspec.msgpack.decode(batch)[1]]
+                else:
+                    task_id = f"event-{next(numbers)}"
+                    await client.submit(WriteStorageTask(task_id=task_id, keys=[task_id], gpu_block_ids=[0]))
+    print(json.dumps({"types": types}))
 
 
 async def ping(endpoint: str, *keys: str) -> None:
