@@ -167,7 +167,7 @@ def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> No
         raise RequestError(f"{what}: block {twice} occurs twice", code="duplicate_id")
 
 
-class _Task(msgspec.Struct, frozen=True, kw_only=True):
+class _Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The base of all tasks."""
 
     task_id: str
