@@ -47,10 +47,10 @@ class Storing:
         until = min(now + WAIT_S, max(now, (now + ends) / 2))
         room, is_below = set[WriteBack](), not parts.levels[0].out_for_stores  # of the level that takes the objects
         for back in parts.write_backs:
-            if is_below:
-                room |= {back} if await back.room(nbytes, self._patience(back, until)) else set()
-            else:
+            if not is_below:
                 is_below = not back.level.out_for_stores
+            elif await back.room(nbytes, self._patience(back, until)):
+                room.add(back)
         one = _Store(self, parts, items, fill, slots, room)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         parts.storing.add(ended)
