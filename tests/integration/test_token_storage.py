@@ -341,7 +341,7 @@ async def test_a_node_that_joins_late_knows_what_no_kept_batch_contains(tmp_path
     for directory in (first, second):
         directory.mkdir()
     followed = tree(second, pod_name="second")
-    followed["events"]["buffer"] = 4  # room for what comes between the snapshot and its rest, a greeting included
+    followed["events"]["buffer"] = 2
     path = path_of(1, 3)
     with running(followed, second) as daemon:
         async with attached(daemon.endpoint) as other:

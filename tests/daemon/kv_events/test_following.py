@@ -369,3 +369,17 @@ def test_a_clear_of_one_engine_leaves_the_blocks_of_the_node_s_others() -> None:
         follower.live(number, encode_batch(1.0, [event], engine))
     assert index.locate([1]) == {}
     assert index.locate([2]) == {"node": {"GPU": 1, "any": 1}}
+
+
+def test_a_batch_that_comes_before_the_connection_is_known_is_no_loss() -> None:
+    """The greeting of a new subscription: its number is far from nought, and nothing was known that could be lost."""
+    index = TokenIndex()
+    publisher = Publisher(index, keep=2)
+    publisher.publish(stored(1), heard=False)
+    for number in range(2, 6):
+        publisher.publish(stored(number), heard=False)
+    publisher.publish()
+    assert publisher.asked == [SNAPSHOT]
+    publisher.follower.connected()
+    publisher.answer()
+    assert (publisher.follower.lost, publisher.follower.snapshots) == (0, 1)

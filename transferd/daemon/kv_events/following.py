@@ -171,7 +171,8 @@ class Follower:
             self._lose()
             self._apply(sequence, payload)
         else:
-            self._request(self._next)
+            # The greeting of a subscription may come before `connected`: then nothing is known, and nothing is lost.
+            self._request(self._next if self._next or not self._has_snapshots else SNAPSHOT)
             self._put_aside(sequence, payload)
 
     def _put_aside(self, sequence: int, payload: bytes) -> None:
