@@ -198,6 +198,16 @@ async def test_only_those_with_a_right_purge_and_only_what_it_is_for(
     assert left_in(full) == {engine: 0 if engine in gone else 4 for engine in EVERYTHING}
 
 
+@pytest.mark.parametrize(
+    ("who", "why"), [(client(ALICE, ALICES), "not_yours"), (client(None), "not_yours"), (client(0), "backend_cannot")]
+)
+async def test_a_purge_for_all_nodes_that_cannot_be_removes_nothing_here(full: Holdings, who: Any, why: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        await full.purge(who, wire.Purge(shared=True))
+    assert refused.value.reason == why
+    assert left_in(full) == EVERYTHING
+
+
 async def test_keys_are_those_of_one_engine_in_its_generation_or_in_the_one_named(full: Holdings) -> None:
     alice = client(ALICE, ALICES)
     assert await full.purge(alice, wire.Purge(keys=["k1", "k9"], generation="other")) == {"objects": 0, "bytes": 0}

@@ -166,9 +166,8 @@ class Holdings:
         """Purge the objects that the client requests and has a right to. Raises RequestError, StorageError."""
         if not asked.shared:
             _ = self._keeper  # raises if there is none
-        elif not is_operator(client.uid):
-            what = "objects that other nodes use too may be purged by the daemon's user and root only"
-            raise RequestError(f"{what}: purge your engine's without `shared`", code="not_yours")
+        else:
+            check_operator(client.uid, "purge for all nodes what they share (`shared`)")
         if not self._by_schema and (asked.model is not None or (asked.generation is not None and asked.keys is None)):
             what = 'names of FastDeploy\'s schema say neither model nor generation (storage.key_schema = "fastdeploy")'
             raise RequestError(f"{what}: purge by keys, engine or age", code="bad_value")
@@ -192,6 +191,9 @@ class Holdings:
         keeper, storage = self._own_keeper, self._storage
         if not asked.shared or storage is None:
             return await self._keeper.purge(selection, dry_run=asked.dry_run, by=by)
+        if not storage.shared:  # before anything has gone
+            what = f"the {self._backend} backend shares no objects with other nodes"
+            raise RequestError(f"{what}: a purge without `shared` reaches all of them", code="backend_cannot")
         check_shared(selection)
         if selection.owner is not None:
             space = None if keeper is None else keeper.space_of(selection.owner)
@@ -200,8 +202,7 @@ class Holdings:
                 raise RequestError(f"{what}: purge by keys or by model", code="bad_value")
             selection = dataclasses.replace(selection, space=space)
         here = Purged() if keeper is None else await keeper.purge(selection, dry_run=asked.dry_run, by=by)
-        there = await storage.purge_shared(selection, dry_run=asked.dry_run)
-        return msgspec.structs.replace(here, shared=[]) + there
+        return msgspec.structs.replace(here, shared=[]) + await storage.purge_shared(selection, dry_run=asked.dry_run)
 
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
-from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
@@ -63,15 +62,12 @@ class LevelsKeeper(ManyKeepers):
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool) -> Purged:
         """See Storage.purge_shared. Call it after a purge: what fits is hidden until it has gone."""
-        if not self._without:
-            names = ", ".join(level.name for level in self._parts.levels)
-            what = f"none of the levels {names} shares objects with other nodes"
-            raise RequestError(f"{what}: a purge without `shared` reaches all of them", code="backend_cannot")
-        purged = await every([level.storage.purge_shared(selection, dry_run=dry_run) for level in self._without])
-        for level in () if dry_run else self._without:
+        reached = [level for level in self._without if level.shared]
+        purged = await every([level.storage.purge_shared(selection, dry_run=dry_run) for level in reached])
+        for level in () if dry_run else reached:
             level.hidden.removed(selection)
             level.forget_hints()
-        return sum(purged, Purged())
+        return sum(purged, Purged(shared=[level.name for level in self._without if level not in reached]))
 
     async def _of_all(self, selection: Selection, by: By, *, dry_run: bool) -> Purged:
         purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])

@@ -84,6 +84,7 @@ class LevelsStorage(Storage, Index, Levels):
         self.asks_first = all(level.storage.asks_first for level in self.all_levels)
         self.tries = sum(level.storage.tries for level in self.all_levels)
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
+        self.shared = any(level.shared for level in self.all_levels)
         first = self.all_levels[0]
         self._storing = Storing(parts)
         self._sweep = Sweep(parts, self._storing)
