@@ -132,6 +132,12 @@ class Machine:
         assert not check or done.returncode == 0, f"{command}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
+    def without_transferd(self) -> None:
+        """Remove what this installation lends it, and policy-rc.d, which keeps packages from starting services."""
+        self.run("umount", PACKAGE)
+        gone = "/opt/transferd /etc/transferd /var/lib/transferd /usr/bin/transferd /usr/sbin/policy-rc.d"
+        self.run("sh", "-c", f"rm -rf {gone}")
+
     def inside(self, *command: str, user: str = "root") -> list[str]:
         """The command line that runs another one inside."""
         who = [] if user == "root" else ["setpriv", "--reuid", user, "--regid", user, "--init-groups"]

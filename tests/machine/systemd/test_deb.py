@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.systemd.machine import PACKAGE, Machine
+from tests.machine.systemd.machine import Machine
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = sorted((ROOT / "dist").glob("transferd_*.deb"), key=lambda path: path.stat().st_mtime)
@@ -27,10 +27,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     work = tmp_path_factory.mktemp("debian") / "work"
     work.mkdir()
     with Machine(work) as machine:
-        machine.run("umount", PACKAGE)
-        # policy-rc.d: in container images it keeps packages from starting their services.
-        gone = "/opt/transferd /etc/transferd /var/lib/transferd /usr/bin/transferd /usr/sbin/policy-rc.d"
-        machine.run("sh", "-c", f"rm -rf {gone}")
+        machine.without_transferd()
         shutil.copy(PACKAGES[-1], machine.root / "tmp/transferd.deb")
         yield machine
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.systemd.machine import PACKAGE, Machine, obstacle
+from tests.machine.systemd.machine import Machine, obstacle
 from tests.machine.upgrade.builds import RELEASED, ROOT, VERSION, exported, missing
 
 SOURCES = "/srv"  # of both versions, their wheels and what these need
@@ -102,9 +102,7 @@ def host(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
     work = tmp_path_factory.mktemp("host") / "work"
     work.mkdir()
     with Machine(work) as machine:
-        machine.run("umount", PACKAGE)
-        gone = "/opt/transferd /etc/transferd /var/lib/transferd /usr/bin/transferd /usr/sbin/policy-rc.d"
-        machine.run("sh", "-c", f"rm -rf {gone}")
+        machine.without_transferd()
         shutil.copytree(sources, machine.root / SOURCES.lstrip("/"), dirs_exist_ok=True)
         yield Host(machine, sources)
 
