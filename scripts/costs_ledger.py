@@ -263,6 +263,7 @@ LEDGER = [
 
 # Constants with such names that bound nothing a peer can make us spend.
 NO_COST = {
+    "daemon.traffic:MOST_OTHERS": "names that one look-up that misses asks an index for",
     "wire.protocol:MOST_COUNTED": "a counter's largest value",
     "wire.connection:MOST_PIECES": "buffers of one system call",
     "wire.connection:MOST_PONG": "the protocol's",

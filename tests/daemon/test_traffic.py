@@ -226,3 +226,26 @@ def test_each_reason_is_one_that_the_report_names_and_the_command_explains() -> 
 
     assert set(REASONS) == set(MISSED_FOR)
     assert wire.Why in wire.CONTROLS
+
+
+def test_a_miss_looks_in_few_other_places_however_many_engines_and_generations_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked on the loop, for each look-up that misses."""
+    traffic = KeyTraffic(None, SYSTEM_CLOCK, None)
+    for number in range(200):
+        engine = an_engine(f"e{number}")
+        engine.dispatcher.generation = f"g{number // 2}"  # two engines of each: they name the same objects
+        traffic.looked_up(engine, ["k"], None)
+    asked: list[Any] = []
+    real = KeyTraffic._names
+
+    def names(self: KeyTraffic, *about: Any) -> list[str]:
+        asked.append(about)
+        return real(self, *about)
+
+    monkeypatch.setattr(KeyTraffic, "_names", names)
+    traffic.looked_up(engine, ["absent"], 0)
+    assert traffic.missed_for(engine.name) == {"never_stored": 1}
+    assert len(asked) == 1 + module.MOST_OTHERS
+    assert len({generation for _, generation, *_ in asked}) == len(asked)

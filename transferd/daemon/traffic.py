@@ -20,6 +20,7 @@ from transferd.workers.rank import RankWorker
 
 MINUTES = 60  # of misses that are remembered
 GENERATIONS = 8  # earlier ones of an engine, in which its blocks are looked for
+MOST_OTHERS = 32  # models, layouts and generations in which a block is looked for that its own has not
 REMEMBERED = 8192  # events of each place
 SIZES = (0.5, 1.0, 2.0, 4.0)  # of what a level has
 NEVER, OTHER, OUT, REFUSED, INCOMPLETE = "never_stored", "other_identity", "level_out", "not_admitted", "incomplete"
@@ -162,7 +163,7 @@ class KeyTraffic:
             return OUT
         if places or len(absent) < len(names):
             return INCOMPLETE
-        if any(self._history.of(other) or self._there(other) for _, _, other in self._elsewhere(engine, key)):
+        if any(self._history.of(other) or self._there(other) for other in self._elsewhere(engine, key)):
             return OTHER
         if out:
             return OUT
@@ -173,19 +174,30 @@ class KeyTraffic:
             return REFUSED
         return NEVER
 
-    def _names(self, engine: LooksUp, generation: str, key: str) -> list[str]:
-        """The first object of a block of this generation, of each rank."""
+    def _names(self, engine: LooksUp, generation: str, key: str, ranks: int | None = None) -> list[str]:
+        """The first object of a block of this generation, of each rank, or of the first `ranks` ones."""
         ids, suffix = engine.objects.ids([key]), engine.objects.parts[0].suffix
-        ranks = [worker.context.object_rank for worker in engine.workers]
-        return [name + suffix for rank in ranks for name in engine.objects.names(generation, ids, rank)]
+        each = [worker.context.object_rank for worker in engine.workers[:ranks]]
+        return [name + suffix for rank in each for name in engine.objects.names(generation, ids, rank)]
 
-    def _elsewhere(self, engine: LooksUp, key: str) -> Iterator[tuple[str, str, str]]:
-        """Other engines and generations that may have stored a block under this key, with the name of its object."""
-        for name, other in self._engines.items():
-            known = self._missed.get(name)
-            for generation in dict.fromkeys([*(known.generations if known else ()), other.dispatcher.generation]):
-                if other is not engine or generation != engine.dispatcher.generation:
-                    yield name, generation, self._names(other, generation, key)[0]
+    def _generations(self, engine: LooksUp) -> list[str]:
+        """Those that an engine has served, the present one first."""
+        known = self._missed.get(engine.name)
+        return list(dict.fromkeys([engine.dispatcher.generation, *(known.generations if known else ())]))
+
+    def _elsewhere(self, engine: LooksUp, key: str) -> Iterator[str]:
+        """The first rank's object of this key in other models, layouts and generations, MOST_OTHERS at most.
+
+        Each look-up that misses asks this on the loop, and engines of one model would name the same objects.
+        """
+        seen = {(engine.objects.space, engine.dispatcher.generation)}
+        for other in self._engines.values():
+            for generation in self._generations(other):
+                if (place := (other.objects.space, generation)) not in seen:
+                    seen.add(place)
+                    yield self._names(other, generation, key, 1)[0]
+                if len(seen) > MOST_OTHERS:
+                    return
 
     def _there(self, name: str) -> bool:
         return any(self._places(name).values())
@@ -213,9 +225,8 @@ class KeyTraffic:
         """
         rows = []
         for name, one in self._engines.items():
-            known = self._missed.get(name)
             served = one.dispatcher.generation
-            for generation in dict.fromkeys([served, *(known.generations if known else ())]):
+            for generation in self._generations(one):
                 if name in engines:
                     names = self._names(one, generation, key)
                     there = Counter(level for object_ in names for level, has in self._places(object_).items() if has)
