@@ -11,6 +11,7 @@ import xxhash
 from structlog.testing import capture_logs
 
 from tests.support.waits import until
+from transferd.config import from_tree
 from transferd.daemon.kv_events import remembered as module
 from transferd.daemon.kv_events.announcements import Block
 from transferd.daemon.kv_events.remembered import Record, Remembered
@@ -122,3 +123,17 @@ async def test_a_file_that_cannot_be_written_is_logged_once_and_harms_nothing(op
         file.close()
     assert [line["log_level"] for line in logs] == ["warning"]
     assert "cannot note which blocks were announced" in logs[0]["event"]
+
+
+async def test_nothing_is_written_beneath_the_mount_point_of_a_disk_that_is_away(tmp_path: Path, live: Live) -> None:
+    """There the path of the store is an empty directory; where the store is, the file lies beside its objects."""
+    path = module.place_of(from_tree({"storage": {"backend": "file", "file": {"path": str(tmp_path)}}}), "e", "m/f")
+    assert path is not None
+    for there in (False, True):
+        if there:
+            (tmp_path / "objects").mkdir()
+        file = Remembered(path, live)  # type: ignore[arg-type]
+        assert await file.read("g") == []
+        file.note([record(1)])
+        file.close()
+        assert [one.name for one in tmp_path.iterdir() if one.name != "objects"] == [path.name] * there

@@ -59,7 +59,8 @@ def place_of(config: Config, engine: str, space: str) -> Path | None:
     disks = [one for kind in backends_of(config) for one in kind.directories(config.storage)]
     if not disks:
         return None
-    return Path(disks[0].paths[0]) / f"announced-{key_digest(f'{engine} {space}')[:16]}"
+    # By way of the objects: beneath the mount point of a disk that is away there are none, so nothing is written there.
+    return Path(disks[0].paths[0], "objects", "..") / f"announced-{key_digest(f'{engine} {space}')[:16]}"
 
 
 class Remembered:
