@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks, show
+from transferd.cli.init import ConfigOption, SetOption
 from transferd.errors import ConfigError
 from transferd.observability import logs
 from transferd.observability.units import size
@@ -40,6 +41,19 @@ def master(
     )
     logs.flush()
     os.execv(command[0], command)  # signals and the exit code are the master's own
+
+
+@app.command()
+def lend(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Lend this node's memory to a pool, in the place of its daemon, until SIGTERM or SIGINT.
+
+    It lends storage.mooncake.global_segment_size at storage.mooncake.lender. A daemon with the same configuration stores
+    there, so what it has stored outlives its restarts.
+    """
+    from transferd import config as configuration
+    from transferd.cli.pool.lend import run
+
+    run(configuration.load(config, overrides=set_ or ()).storage.mooncake)
 
 
 @app.command()

@@ -188,14 +188,23 @@ class NativeClient:
         if self.can_copy:
             status = library.TaskStatus
             self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
-        if section.global_segment_size:
+        if section.lender:
+            self._prefer(section.lender)
+        elif section.global_segment_size:
             self.prefer_own()
+
+    def _prefer(self, segment: str) -> None:
+        """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
+        for config in (self._replicate, self._alone):
+            if hasattr(config, "preferred_segments"):
+                config.preferred_segments = [segment]
+            elif hasattr(config, "preferred_segment"):  # of older versions
+                config.preferred_segment = segment
 
     def prefer_own(self) -> None:
         """Put the first copy into the segment that this client lends, or will lend."""
         name = self._store.get_hostname()
-        _prefer(self._replicate, name)
-        _prefer(self._alone, name)
+        self._prefer(name)
         # A segment has one port in its name and listens on another, which the library does not report.
         host = name.rpartition(":")[0]
         self._own = frozenset(f"{host}:{port}" for port in connections.listening())
@@ -347,14 +356,6 @@ def _set_limits(section: MooncakeStorageSection) -> None:
     } | dict.fromkeys(STALL_LIMITS, str(STALL_S))
     for name, value in limits.items():
         os.environ.setdefault(name, value)
-
-
-def _prefer(config: Any, segment: str) -> None:
-    """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
-    if hasattr(config, "preferred_segments"):
-        config.preferred_segments = [segment]
-    elif hasattr(config, "preferred_segment"):  # of older versions
-        config.preferred_segment = segment
 
 
 def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:

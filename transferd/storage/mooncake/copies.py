@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -55,6 +56,7 @@ TASK_S = 90.0  # the library has given up a transfer by then
 ROUNDS = 3  # tries of an object, each with another node if one has failed
 REFRESH_S = 5.0  # how old the figures of the segments may be
 MOST_FOUND = 200_000  # objects of one pass
+REST = 100  # after a look, times what it took of a core: the watch takes a hundredth of it
 RECENT = 32_768  # keys with a known order of use, at least
 SPAN = 2**20  # more numbers than a call has keys
 
@@ -193,10 +195,10 @@ class Copies:
             if self._leaving and not last:
                 raise StorageUnavailable("the daemon is stopping")
             self._by = by
-            own, can = await self._in_thread(lambda client: (client.own, client.can_copy))
-            if not can:
+            own = await self._own()
+            if not await self._in_thread(lambda client: client.can_copy):
                 raise RequestError("this version of Mooncake cannot copy objects", code="backend_cannot")
-            found = await self._find(lambda held: wanted(held, own))
+            found, _ = await self._find(lambda held: wanted(held, own))
             return await self._make(found, lambda held: wanted(held, own))
 
     # --- purging ------------------------------------------------------------------------------------
@@ -225,16 +227,38 @@ class Copies:
         """Where the master's pages are. Raises ConfigError."""
         return pages_address(self._section.master_pages, self._section.master_server_addr)
 
-    async def _find(self, wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
-        address = self.pages
-        everything = read_all(address)
+    async def _own(self) -> frozenset[str]:
+        """This node's names among the holders: the daemon's, or that of the process that lends in its place.
+
+        Raises StorageUnavailable if that process lends nothing.
+        """
+        if not (lender := self._section.lender):
+            return await self._in_thread(lambda client: client.own)
+        segments = await self._in_thread(lambda _: read_segments(self.pages))
+        own = frozenset(one.node for one in segments if one.name == lender)
+        if not own:
+            raise StorageUnavailable(f"{lender} lends the pool nothing (storage.mooncake.lender): is it running?")
+        return own
+
+    async def _find(
+        self, wanted: Callable[[PoolObject], bool], share: tuple[int, int] = (0, 1)
+    ) -> tuple[list[PoolObject], float]:
+        """What is wanted of the pool's objects, or of a share of them. Also the seconds of a core that it took."""
+        everything, spent = read_all(self.pages, share), 0.0
         found: list[PoolObject] = []
+
+        def some_more(_: PoolClient) -> tuple[list[PoolObject] | None, float]:
+            began = time.thread_time()
+            some = next(everything, None)
+            return some and list(filter(wanted, some)), time.thread_time() - began
+
         while len(found) < MOST_FOUND and self._now() < self._by:
-            some = await self._in_thread(lambda _: next(everything, None))
+            some, took = await self._in_thread(some_more)
+            spent += took
             if some is None:
                 break
-            found += filter(wanted, some)
-        return self.recent.first(found)
+            found += some
+        return self.recent.first(found), spent
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
@@ -246,14 +270,15 @@ class Copies:
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""
         seen: object = None
-        failed = False
+        failed, spent = False, 0.0
         while True:
-            await asyncio.sleep(self._section.mend_interval)
+            await asyncio.sleep(max(self._section.mend_interval, REST * spent))
             try:
+                spent = 0.0
                 segments = await self._in_thread(lambda _: read_segments(self.pages))
                 now = frozenset(one.name for one in segments), self._short()
                 if now != seen or self._missing:
-                    await self._look()
+                    spent = await self._look(sorted({one.node for one in segments}))
                 seen, failed = now, False
             except TransferError as error:
                 if not failed:
@@ -264,23 +289,29 @@ class Copies:
         """How many objects only this node has, and their bytes. Raises ConfigError, StorageError."""
         async with self._turn:
             self._by = math.inf
-            own = await self._in_thread(lambda client: client.own)
-            found = await self._find(lambda held: _alone(held, own))
+            own = await self._own()
+            found, _ = await self._find(lambda held: _alone(held, own))
         return len(found), sum(held.nbytes for held in found)
 
-    async def _look(self) -> None:
-        """Count the objects without enough copies that this node must mend, and mend them if that is configured."""
+    async def _look(self, nodes: Sequence[str]) -> float:
+        """Count the objects without enough copies in this node's share of all, and mend them if that is configured.
+
+        Returns the seconds of a core that it took. nodes: all that lend memory, in the same order on each.
+        """
         async with self._turn:
-            self._by = math.inf
-            own = await self._in_thread(lambda client: client.own)
+            self._by, spent, missing = math.inf, 0.0, 0
+            own = await self._own()
 
-            def ours(held: PoolObject) -> bool:
-                return _lacks(held, self._section.replica_num) and min(held.nodes) in own
+            def lacks(held: PoolObject) -> bool:
+                return _lacks(held, self._section.replica_num)
 
-            found = await self._find(ours)
-            self._missing = len(found)
-            if found and self._section.mend:
-                self._missing = (await self._make(found, ours)).left
+            for number in (number for number, node in enumerate(nodes) if node in own):
+                found, took = await self._find(lacks, (number, len(nodes)))
+                spent += took
+                made = await self._make(found, lacks) if found and self._section.mend else None
+                missing += len(found) if made is None else made.left
+            self._missing = missing
+        return spent
 
     # --- making ---------------------------------------------------------------------------------------
 

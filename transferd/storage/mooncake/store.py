@@ -46,7 +46,7 @@ import msgspec
 import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import Config, MooncakeStorageSection
+from transferd.config import Config, MooncakeStorageSection, Size
 from transferd.errors import StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -114,6 +114,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         set_up: SetUp = connect,
         asker: Asker = ask,
     ) -> None:
+        if section.lender:  # that process lends it
+            section = msgspec.structs.replace(section, global_segment_size=Size(0))
         self._section = section
         self._clock = clock
         self._set_up = set_up
@@ -147,7 +149,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     def memory_of(cls, config: Config) -> int:
         section = config.storage.mooncake
         segments = config.cache.ranks if section.segment_per_rank and config.cache is not None else 1
-        return segments * section.global_segment_size + section.local_buffer_size
+        return (0 if section.lender else segments * section.global_segment_size) + section.local_buffer_size
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -210,7 +212,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         return await (self._copies.drain() if leaves else self._copies.mend())
 
     async def only_here(self) -> tuple[int, int]:
-        return await self._copies.alone()
+        return (0, 0) if self._section.lender else await self._copies.alone()
 
     async def leave(self, within_s: float) -> None:
         try:
