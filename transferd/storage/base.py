@@ -313,6 +313,17 @@ class PoolNode(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def losses(self) -> object:
+        """Something else than the last time if objects may have left the pool meanwhile. Raises StorageError."""
+
+    @abc.abstractmethod
+    async def report_lost(self, names: Sequence[str]) -> None:
+        """Report those that the pool has not as departed (`Index.tell_departures`). No use, no lease.
+
+        Raises StorageError.
+        """
+
+    @abc.abstractmethod
     async def leave(self, within_s: float) -> None:
         """Do the same before the daemon stops, within `within_s` seconds; `flush` and `close` have time after it."""
 

@@ -260,12 +260,19 @@ class Copies:
             found += some
         return self.recent.first(found), spent
 
+    async def there(self, keys: Sequence[str]) -> set[str]:
+        """Those of these objects that the pool has now. Raises StorageError, ConfigError."""
+        return {held.key for held in await self._named(keys)}
+
+    async def _named(self, keys: Sequence[str]) -> list[PoolObject]:
+        named, there = read_named(self.pages, keys), list[PoolObject]()
+        while (found := await self._in_thread(lambda _: next(named, None))) is not None:
+            there += found
+        return there
+
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
-        named, now = read_named(self.pages, [held.key for held in some]), list[PoolObject]()
-        while (found := await self._in_thread(lambda _: next(named, None))) is not None:
-            now += filter(wanted, found)
-        return now
+        return list(filter(wanted, await self._named([held.key for held in some])))
 
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""

@@ -25,6 +25,7 @@ DEFAULT_PORT = 9003  # the same as Mooncake's default
 BATCH = 256  # names in a request
 IN_MEMORY = 4 * 1024**2  # of the list of all names; the rest of it waits in a file
 TIMEOUT_S = 5.0  # a stop may have to wait for it
+_answered: dict[str, str] = {}  # by addresses: the one that answered last
 
 
 class LentMemory(NamedTuple):
@@ -46,14 +47,14 @@ class PoolObject(NamedTuple):
 
 
 def pages_address(configured: str, master: str) -> str:
-    """Where the pages of a master are. Raises ConfigError."""
+    """Where the pages of a master are, or of each master of several. Raises ConfigError."""
     if configured:
-        if host_and_port(configured) is None:
-            raise ConfigError("storage.mooncake.master_pages", "expected host:port", configured)
+        if None in map(host_and_port, configured.split(",")):
+            raise ConfigError("storage.mooncake.master_pages", "expected host:port,…", configured)
         return configured
     host, colon, port = master.rpartition(":")
     if "://" in master or not colon or not port:
-        what = "is needed to find objects: host:port of the master's HTTP pages (its --metrics_port)"
+        what = "is needed to find objects: host:port of each master's HTTP pages (its --metrics_port), with commas"
         raise ConfigError("storage.mooncake.master_pages", what)
     return f"{host}:{DEFAULT_PORT}"
 
@@ -88,7 +89,7 @@ def read_all(address: str, share: tuple[int, int] = (0, 1)) -> Iterator[list[Poo
     number, shares = share
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as listed:
         with _opened(address, "get_all_keys", TIMEOUT_S) as response:
-            lines = io.BufferedReader(response, IN_MEMORY)  # type: ignore[arg-type] # it is one, in all but name
+            lines = io.BufferedReader(response, IN_MEMORY)
             listed.writelines(line for line in lines if zlib.crc32(line) % shares == number)
         listed.seek(0)
         keys = (line.decode("utf-8", "replace").rstrip("\n") for line in listed)
@@ -120,14 +121,29 @@ def _object(key: str, copies: Sequence[dict[str, object]]) -> PoolObject:
 
 @contextlib.contextmanager
 def _opened(address: str, page: str, timeout: float) -> Iterator[http.client.HTTPResponse]:
-    try:
-        with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
-            yield response
-    except (OSError, http.client.HTTPException) as error:
-        # urllib puts the reason into an error of its own.
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        why = why.strerror if isinstance(why, OSError) and why.strerror else why
-        raise StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?") from error
+    """The page of the master that leads; the others answer 503. Raises StorageUnavailable."""
+    failure: Exception | None = None
+    for one in sorted(address.split(","), key=lambda one: one != _answered.get(address)):
+        try:
+            response = urllib.request.urlopen(f"http://{one}/{page}", timeout=timeout)
+        except (OSError, http.client.HTTPException) as error:
+            failure = failure or error
+            continue
+        _answered[address] = one
+        with response:
+            try:
+                yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise _no_answer(one, error) from error
+        return
+    raise _no_answer(address, failure) from failure
+
+
+def _no_answer(address: str, error: Exception | None) -> StorageUnavailable:
+    # urllib puts the reason into an error of its own.
+    why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    why = why.strerror if isinstance(why, OSError) and why.strerror else why
+    return StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?")
 
 
 @contextlib.contextmanager

@@ -51,13 +51,13 @@ from transferd.errors import StillRunning, StorageError, StorageFull, StorageUna
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes, PoolNode, SlotStorage
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Index, Outcome, Outcomes, PoolNode, SlotStorage
 from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, put_and_look, registered_address
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
-from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
+from transferd.storage.mooncake.fullness import Looks, Losses, PoolState, read_state, why_full
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
@@ -90,7 +90,7 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
            "under_replicated")  # fmt: skip
 
 
-class MooncakeStorage(SlotStorage, PoolNode):
+class MooncakeStorage(SlotStorage, PoolNode, Index):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None to record nothing.
@@ -133,6 +133,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
+        self._lost = Losses()
+        self._left: Callable[[str], None] | None = None
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, self._peers.met)
@@ -210,6 +212,25 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
+
+    @property
+    def index(self) -> Index:
+        return self
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """Reports what `report_lost` does not find."""
+        self._left = left
+        return False
+
+    async def losses(self) -> int:
+        return self._lost.seen(await self._copying_call(lambda _: read_state(self._copies.pages)))
+
+    async def report_lost(self, names: Sequence[str]) -> None:
+        if self._left is not None:
+            there = await self._copies.there([_key(name) for name in names])
+            for name in names:
+                if _key(name) not in there:
+                    self._left(name)
 
     async def only_here(self) -> tuple[int, int]:
         return (0, 0) if self._section.lender else await self._copies.alone()
