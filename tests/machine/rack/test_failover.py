@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,7 +81,11 @@ async def test_a_failover_under_load_costs_seconds_and_no_block_that_the_masters
         await until(lambda: first.serves, "it leads", within=60)
         second = stack.enter_context(OneOfTwo(lab, 2, oplog=oplog))
         pages = f"{MASTER}:{first.metrics_port},{MASTER}:{second.metrics_port}"
-        pool = {"master_server_addr": f"etcd://{ETCD}", "master_pages": pages, "global_segment_size": "64MiB"}
+        pool: dict[str, Any] = {
+            "master_server_addr": f"etcd://{ETCD}",
+            "master_pages": pages,
+            "global_segment_size": "64MiB",
+        }
         processes = [lab.daemon(number, levels=levels, **pool) for number in (1, 2, 3)]
         await until(lambda: len(first.segments()) == 3, "three nodes", within=60)
         writer, reader, other = [await stack.enter_async_context(engine(process)) for process in processes]

@@ -187,9 +187,8 @@ async def test_a_mend_makes_as_many_copies_as_are_configured(monkeypatch: pytest
 
 
 async def test_each_node_looks_at_its_share_and_rests_a_hundred_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    objects: dict[str, Sequence[int]] = {f"lacks {number}": [number % 3 + 1] for number in range(30)} | {
-        "whole": [1, 2]
-    }
+    objects: dict[str, Sequence[int]] = {"whole": [1, 2]}
+    objects.update((f"lacks {number}", [number % 3 + 1]) for number in range(30))
     pool = Pool(monkeypatch, objects, replica_num=2, mend_interval=0.001)
     rests, sleep, cores = [], asyncio.sleep, itertools.count(0.0, 0.5)
 
