@@ -2,11 +2,11 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` returns only
-when the native call has returned, even if the caller is cancelled. `get` is answered as soon as we know that the call
-hangs because of the master or a node (`LeftRunning`); its `Outcomes` say when the buffers are free. Otherwise the
-worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens if
-a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. `put` and `get` are
+answered as soon as we know that the call hangs because of the master, `get` also because of a node (`LeftRunning`);
+their `Outcomes` say when the buffers are free. A put that was left counts as failed, whatever becomes of it. Otherwise
+the worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens
+if a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
 those that wait for a thread or are overdue. We do not use `health_check`: it answers "healthy" with the master dead.
 
 **One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
@@ -269,7 +269,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         first = _first_of_each(blobs)
         if not first:
             return []
-        outcomes = await self._counted(self._put(self._batch(first)))
+        try:
+            outcomes = await self._counted(self._put(self._batch(first)))
+        except LeftRunning as error:  # nobody knows what is stored, and the library may still read the slots
+            return Outcomes.after([Outcome(Found.FAILED, error)] * len(blobs), {error.ended})
         self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
         return [outcomes[_key(blob.name)] for blob in blobs]
 
@@ -399,6 +402,8 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
             still = await self._take_over(missing)
+        except LeftRunning:
+            raise
         except StorageUnavailable:
             return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
         return dict.fromkeys(unseen.keys, error_codes.OK) | still
@@ -471,7 +476,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered. Unless it stores, also as soon as the breaker opens because calls hang.
+        answered. Also as soon as the breaker opens because calls hang.
         """
         return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
 
@@ -487,8 +492,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         call = Call()
         making = self._to_its_end(calls, kind, lambda: work(client, call), moves, call)
         made = asyncio.ensure_future(making)
-        if kind is not CallKind.STORE:
-            await call.over()
+        await call.over()
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
         answers = await made
