@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.daemon.kv_events.test_feed import BLOCK
 from tests.daemon.test_engines import serving
-from tests.machine.with_dynamo.test_indexer import AGREE_S, BLOCK, BLOCKS, Indexer, chain, closing, truth, write
+from tests.machine.with_dynamo.test_indexer import AGREE_S, BLOCKS, Indexer, chain, closing, truth, write
 from transferd.blocks.keys import block_keys
 from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
@@ -27,7 +28,7 @@ async def test_each_engines_blocks_come_and_go_by_themselves(tmp_path: Path) -> 
         daemon = stack.enter_context(running(tree, tmp_path))
         clients = []
         for rank in (0, 1):
-            named = {"generation": f"G{rank}", "dp_rank": rank, "layout": {"block_size": BLOCK}}
+            named: dict[str, Any] = {"generation": f"G{rank}", "dp_rank": rank, "layout": {"block_size": BLOCK}}
             client, _ = await stack.enter_async_context(serving(daemon.endpoint, f"engine{rank}", **named))
             clients.append(client)
             await indexer.register(rank)

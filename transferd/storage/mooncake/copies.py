@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -142,6 +142,7 @@ class Copies:
         self._missing: int | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving = False
+        self._spent = 0.0  # seconds of a core that were spent on pages since the watch's last look
 
     def statistics(self) -> dict[str, Any]:
         known = {} if self._missing is None else {"copies_missing": self._missing}
@@ -198,7 +199,7 @@ class Copies:
             own = await self._own()
             if not await self._in_thread(lambda client: client.can_copy):
                 raise RequestError("this version of Mooncake cannot copy objects", code="backend_cannot")
-            found, _ = await self._find(lambda held: wanted(held, own))
+            found = await self._find(lambda held: wanted(held, own))
             return await self._make(found, lambda held: wanted(held, own))
 
     # --- purging ------------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class Copies:
         names, total = selection.names, Purged()
         keys = sorted(map(key_of, filter(selection.fits, names or ())))
         found = read_all(self.pages) if names is None else read_named(self.pages, keys)
-        while (some := await self._in_thread(lambda _: next(found, None))) is not None:
+        async for some in self._each(found):
             going = (
                 some if names is not None else [one for one in some if parts_of(one.key) and selection.fits(one.key)]
             )
@@ -240,35 +241,32 @@ class Copies:
             raise StorageUnavailable(f"{lender} lends the pool nothing (storage.mooncake.lender): is it running?")
         return own
 
-    async def _find(
-        self, wanted: Callable[[PoolObject], bool], share: tuple[int, int] = (0, 1)
-    ) -> tuple[list[PoolObject], float]:
-        """What is wanted of the pool's objects, or of a share of them. Also the seconds of a core that it took."""
-        everything, spent = read_all(self.pages, share), 0.0
-        found: list[PoolObject] = []
-
-        def some_more(_: PoolClient) -> tuple[list[PoolObject] | None, float]:
+    async def _each(self, found: Iterator[list[PoolObject]]) -> AsyncIterator[list[PoolObject]]:
+        def more(_: PoolClient) -> list[PoolObject] | None:
             began = time.thread_time()
-            some = next(everything, None)
-            return some and list(filter(wanted, some)), time.thread_time() - began
+            try:
+                return next(found, None)
+            finally:
+                self._spent += time.thread_time() - began
 
-        while len(found) < MOST_FOUND and self._now() < self._by:
-            some, took = await self._in_thread(some_more)
-            spent += took
-            if some is None:
+        while (some := await self._in_thread(more)) is not None:
+            yield some
+
+    async def _find(self, wanted: Callable[[PoolObject], bool], share: tuple[int, int] = (0, 1)) -> list[PoolObject]:
+        """What is wanted of the pool's objects, or of a share of them."""
+        found: list[PoolObject] = []
+        async for some in self._each(read_all(self.pages, share)):
+            found += filter(wanted, some)
+            if len(found) >= MOST_FOUND or self._now() >= self._by:
                 break
-            found += some
-        return self.recent.first(found), spent
+        return self.recent.first(found)
 
     async def there(self, keys: Sequence[str]) -> set[str]:
         """Those of these objects that the pool has now. Raises StorageError, ConfigError."""
         return {held.key for held in await self._named(keys)}
 
     async def _named(self, keys: Sequence[str]) -> list[PoolObject]:
-        named, there = read_named(self.pages, keys), list[PoolObject]()
-        while (found := await self._in_thread(lambda _: next(named, None))) is not None:
-            there += found
-        return there
+        return [held async for some in self._each(read_named(self.pages, keys)) for held in some]
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
@@ -277,15 +275,15 @@ class Copies:
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""
         seen: object = None
-        failed, spent = False, 0.0
+        failed = False
         while True:
-            await asyncio.sleep(max(self._section.mend_interval, REST * spent))
+            await asyncio.sleep(max(self._section.mend_interval, REST * self._spent))
+            self._spent = 0.0
             try:
-                spent = 0.0
                 segments = await self._in_thread(lambda _: read_segments(self.pages))
                 now = frozenset(one.name for one in segments), self._short()
                 if now != seen or self._missing:
-                    spent = await self._look(sorted({one.node for one in segments}))
+                    await self._look(sorted({one.node for one in segments}))
                 seen, failed = now, False
             except TransferError as error:
                 if not failed:
@@ -297,28 +295,26 @@ class Copies:
         async with self._turn:
             self._by = math.inf
             own = await self._own()
-            found, _ = await self._find(lambda held: _alone(held, own))
+            found = await self._find(lambda held: _alone(held, own))
         return len(found), sum(held.nbytes for held in found)
 
-    async def _look(self, nodes: Sequence[str]) -> float:
+    async def _look(self, nodes: Sequence[str]) -> None:
         """Count the objects without enough copies in this node's share of all, and mend them if that is configured.
 
-        Returns the seconds of a core that it took. nodes: all that lend memory, in the same order on each.
+        nodes: all that lend memory, in the same order on each.
         """
         async with self._turn:
-            self._by, spent, missing = math.inf, 0.0, 0
+            self._by, missing = math.inf, 0
             own = await self._own()
 
             def lacks(held: PoolObject) -> bool:
                 return _lacks(held, self._section.replica_num)
 
             for number in (number for number, node in enumerate(nodes) if node in own):
-                found, took = await self._find(lacks, (number, len(nodes)))
-                spent += took
+                found = await self._find(lacks, (number, len(nodes)))
                 made = await self._make(found, lacks) if found and self._section.mend else None
                 missing += len(found) if made is None else made.left
             self._missing = missing
-        return spent
 
     # --- making ---------------------------------------------------------------------------------------
 
