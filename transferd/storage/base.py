@@ -326,10 +326,7 @@ class PoolNode(abc.ABC):
 
     @abc.abstractmethod
     async def report_lost(self, names: Sequence[str]) -> None:
-        """Report those that the pool has not as departed (`Index.tell_departures`). No use, no lease.
-
-        Raises StorageError.
-        """
+        """Report those that the pool lacks (`Index.tell_departures`), without a lease. Raises StorageError."""
 
     @abc.abstractmethod
     async def leave(self, within_s: float) -> None:

@@ -312,6 +312,21 @@ def put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list
     return answers, held
 
 
+def key_of(name: str) -> str:
+    """A name as a Mooncake key: the name itself, or a tilde and hex if C++ or a shell could not take it."""
+    if name.isascii() and name.isprintable() and not name.startswith("~"):
+        return name
+    return f"~{name.encode('utf-8', 'surrogatepass').hex()}"
+
+
+def first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
+    """The first blob of each name: the library accepts a key only once per batch."""
+    first: dict[str, Blob] = {}
+    for blob in blobs:
+        first.setdefault(blob.name, blob)
+    return first
+
+
 def registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
     """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))

@@ -10,9 +10,11 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from transferd.errors import TransferError
+from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.observability.units import size
 from transferd.runtime.clock import Clock
+from transferd.storage.base import Found, Outcome
+from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.master_pages import LentMemory, read_page, read_segments
 
 TIMEOUT_S = 1.0
@@ -94,3 +96,18 @@ def read_state(address: str) -> PoolState:
     memory = read_segments(address, TIMEOUT_S)  # first, because only a master that leads answers
     counts = {name: int(count) for name, count in _COUNT.findall(read_page(address, "metrics", TIMEOUT_S))}
     return PoolState(memory, counts.get("evicted_", 0), counts.get("", 0))
+
+
+def not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
+    if code == error_codes.UNSEEN:
+        return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
+    if code == error_codes.NO_AVAILABLE_HANDLE:
+        why = why_full(nbytes, before, after) or error_codes.describe(code)
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
+        return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
+    return failed("store", key, code)
+
+
+def failed(verb: str, key: str, code: int) -> Outcome:
+    kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))

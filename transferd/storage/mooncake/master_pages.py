@@ -11,6 +11,7 @@ import http.client
 import io
 import json
 import tempfile
+import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
@@ -128,6 +129,8 @@ def _opened(address: str, page: str, timeout: float) -> Iterator[http.client.HTT
             response = urllib.request.urlopen(f"http://{one}/{page}", timeout=timeout)
         except (OSError, http.client.HTTPException) as error:
             failure = failure or error
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             continue
         _answered[address] = one
         with response:
