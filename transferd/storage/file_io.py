@@ -17,7 +17,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -209,24 +209,27 @@ def _fetch(fd: int, nbytes: int) -> None:
         _libc.munmap(address, nbytes)
 
 
-def load_warm(path: str, payload: memoryview, flags: int, end: int) -> tuple[int, bytes] | None:
-    """Fill `payload` from a file that has `end` more bytes: its xxh3-64, and these bytes. Never waits for the disk.
+def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None:
+    """Fill `pieces` from a file that has `end` more bytes: their xxh3-64, and these bytes. Never waits for the disk.
 
     None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell.
     """
-    nbytes = payload.nbytes
-    if NATIVE and nbytes > LEAST_NATIVE and nbytes % STRIPE == 0:
-        return _files.load_warm(path, payload, flags, end)
+    nbytes = sum(map(len, pieces))
+    if NATIVE and nbytes > LEAST_NATIVE and not any(len(one) % STRIPE for one in pieces):
+        return _files.load_warm(path, pieces, flags, end)
     footer = bytearray(end + 1)  # a longer file is another object
     try:
         fd = os.open(path, flags)
         try:
-            got = os.preadv(fd, [payload, footer], 0, os.RWF_NOWAIT)
+            got = os.preadv(fd, [*pieces, footer], 0, os.RWF_NOWAIT)
         finally:
             os.close(fd)
     except (OSError, AttributeError, NotImplementedError):  # the last two: a Python built without preadv2
         return None
-    return (xxhash.xxh3_64_intdigest(payload), bytes(footer[:end])) if got == nbytes + end else None
+    checksum = xxhash.xxh3_64()
+    for one in pieces:
+        checksum.update(one)
+    return (checksum.intdigest(), bytes(footer[:end])) if got == nbytes + end else None
 
 
 def direct_io_problem(directory: str) -> str:

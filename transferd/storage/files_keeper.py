@@ -153,8 +153,7 @@ class FilesKeeper(ManyKeepers):
     async def pin_all(
         self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()
     ) -> list[PinState]:
-        each = [keeper.pin_now(owner, names, ttl_s) for keeper in self._keepers]
-        here = [any(pinned) for pinned in zip(*each, strict=True)] if each else [False] * len(names)
+        here = self.pin_now(owner, names, ttl_s)
         pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
         if pinned and isinstance(owner, EngineOwner):
             self._book.pin(owner, pinned, ttl_s)

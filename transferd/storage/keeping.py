@@ -119,6 +119,11 @@ class Keeper(abc.ABC):
         check_pins(self.asked(owner, names), share)
         return await self.pin_all(owner, names, ttl_s)
 
+    def hold(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> None:
+        """Like `pin`, for as long as this process lives at most: no medium is told, and nothing waited for."""
+        check_pins(self.asked(owner, names), share)
+        self.pin_now(owner, names, ttl_s)
+
     @abc.abstractmethod
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """The bytes that pinning these would add."""
@@ -131,6 +136,10 @@ class Keeper(abc.ABC):
 
         Those are pinned as soon as they come. Returns how each of these is held here now.
         """
+
+    @abc.abstractmethod
+    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Pin those of these that are there. Returns which."""
 
     @abc.abstractmethod
     async def durable(self, names: Sequence[str]) -> list[bool]:
@@ -177,6 +186,14 @@ class ManyKeepers(Keeper):
             for one in keeper.holdings():
                 total[one.owner] = total[one.owner] + one if one.owner in total else one
         return list(total.values())
+
+    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Each in the lowest store that has it."""
+        held = dict.fromkeys(names, False)
+        for keeper in reversed(self._keepers):
+            rest = [name for name, pinned in held.items() if not pinned]
+            held.update(zip(rest, keeper.pin_now(owner, rest, ttl_s), strict=True))
+        return [held[name] for name in names]
 
     def depths(self, names: Sequence[str]) -> list[int | None]:
         each = [keeper.depths(names) for keeper in self._keepers]
@@ -334,7 +351,6 @@ class IndexKeeper(Keeper):
         return [False] * len(names)
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
-        """Pin those of these that are there. Returns which."""
         self.pins.pin(owner, self._present(names), ttl_s)
         return [name in self._index for name in names]
 

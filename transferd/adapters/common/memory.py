@@ -7,10 +7,13 @@ bytes) is accounted for, and so is memory whose name was unlinked.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from transferd.errors import TierError
 
@@ -88,6 +91,11 @@ def shared_memory_at(address: int, nbytes: int) -> Mapped:
             offset = first.offset + address - first.start
             return Mapped(first.path.removesuffix(DELETED), first.device, first.inode, offset, nbytes)
     raise TierError(f"the {nbytes} bytes at {address:#x} are not one range of one mapped file")
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """This process's bytes at an address. Whoever uses them keeps the memory."""
+    return memoryview(np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8))
 
 
 def _mappings() -> Iterator[_KernelMapping]:

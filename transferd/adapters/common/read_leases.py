@@ -1,6 +1,6 @@
 """Read leases: objects that this process reads itself, from their files, while the daemon keeps them (docs/adr/0121).
 
-The answer to a pin says in which directory each object lies. A read takes what the page cache has, and never waits for
+The answer to a look-up says in which directory each object lies. A read takes what the page cache has, and never waits for
 a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does. What it
 cannot read or prove is the daemon's to load, which also finds and reports the damage.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -36,33 +37,41 @@ class ReadLeases:
 
     def __init__(self) -> None:
         self._held: dict[str, ReadLease] = {}
+        self._changes = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def take(self, keys: Sequence[str], places: BlockPlaces, until: float) -> None:
+    def take(self, keys: Sequence[str], places: BlockPlaces | None, until: float) -> None:
         """Note where these blocks lie. until: monotonic seconds, when the daemon may let go of them."""
+        if places is None:
+            return
         whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
         digests = ObjectNamer(*whose).digests(keys)
         names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
         marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
-        for key, name, stamp, where in zip(keys, names, marks, places.where, strict=True):
-            if where is not None and there[where]:
-                self._held[key] = ReadLease(until, places.directories[where].path + path_of(name), stamp)
+        with self._changes:
+            while (key := next(iter(self._held), None)) is not None and self._held[key].until < time.monotonic():
+                del self._held[key]  # nobody has given it back
+            for key, name, stamp, where in zip(keys, names, marks, places.where, strict=True):
+                if where is not None and there[where]:
+                    self._held.pop(key, None)  # the oldest come first
+                    self._held[key] = ReadLease(until, places.directories[where].path + path_of(name), stamp)
 
     def end(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._held.pop(key, None)
+        with self._changes:
+            for key in keys:
+                self._held.pop(key, None)
 
-    def read(self, key: str, data: memoryview) -> bool:
-        """Fill `data` with the block. False, with any bytes in it, if it is not in the page cache, or not intact."""
+    def read(self, key: str, pieces: Sequence[memoryview]) -> bool:
+        """Fill `pieces` with the block. False, with any bytes in them, if it is not in the page cache, or not intact."""
         lease = self._held.get(key)
         if lease is None or time.monotonic() > lease.until:
             return False
-        found = load_warm(lease.path, data, READ_FLAGS, FOOTER_BYTES)
+        found = load_warm(lease.path, pieces, READ_FLAGS, FOOTER_BYTES)
         if found is None:
             return False
-        inspection = Inspection(lease.stamp, data.nbytes + FOOTER_BYTES)
+        inspection = Inspection(lease.stamp, sum(map(len, pieces)) + FOOTER_BYTES)
         return inspection.footer(found[1]) is None and inspection.damage(found[0]) is None
 
 
