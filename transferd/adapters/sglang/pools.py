@@ -25,7 +25,7 @@ from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import ANSWER_S, NOT_CONNECTED, UNANSWERED, Link, why_not_stored
 from transferd.adapters.common.memory import Mapped, bytes_at, shared_memory_at
-from transferd.adapters.common.read_leases import ReadLeases, read_in_parts
+from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_in_parts
 from transferd.adapters.common.slots import Slots
 from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
@@ -288,9 +288,14 @@ class AttachedPool:
         leases, views = self._leases, self._views
         if views is None or not leases:
             return [False] * len(keys)
+
+        def read(i: int) -> bool:
+            return leases.read(keys[i], views(pages[i]))
+
+        if len(keys) * self.page_bytes < 2 * PART_BYTES:  # another thread would only take time
+            return list(map(read, range(len(keys))))
         done: Future[list[bool]] = Future()
-        sizes = [self.page_bytes] * len(keys)
-        read_in_parts(self._readers, READERS, sizes, lambda i: leases.read(keys[i], views(pages[i])), done.set_result)
+        read_in_parts(self._readers, READERS, [self.page_bytes] * len(keys), read, done.set_result)
         return done.result()
 
     def _loaded(
