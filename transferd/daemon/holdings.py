@@ -135,9 +135,13 @@ class Holdings:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
         generation = engine.dispatcher.generation
         there, refused, places = await engine.lookup.exists(asked.keys, use=asked.use), "", None
-        blocks = [names if one else [] for names, one in zip(self._blocks(engine, asked.keys, generation), there, strict=True)]
+        blocks = [
+            names if one else [] for names, one in zip(self._blocks(engine, asked.keys, generation), there, strict=True)
+        ]
         try:
-            self._keeper.hold(LeaseOwner(engine.owner), [name for names in blocks for name in names], asked.lease, self._pin_share)
+            self._keeper.hold(
+                LeaseOwner(engine.owner), [name for names in blocks for name in names], asked.lease, self._pin_share
+            )
         except RequestError as error:
             refused = error.reason
         if uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema:

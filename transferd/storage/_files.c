@@ -347,13 +347,10 @@ static PyObject *load_warm(PyObject *module, PyObject *args)
         nbytes += (size_t)pieces[taken].len;
         odd |= pieces[taken].len % STRIPE | !pieces[taken].len;
     }
-    if (end < 0 || end > MOST_FOOTER || nbytes <= 240 || odd) {
-        PyErr_Format(PyExc_ValueError, "payloads have more than 240 bytes, in multiples of 64; footers at most 256");
-        goto released;
-    }
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
-    found = warm_object(name, flags, pieces, nbytes, footer, (size_t)end, &checksum);
+    found = end >= 0 && end <= MOST_FOOTER && nbytes > 240 && !odd /* shorter ones have another checksum */
+            && warm_object(name, flags, pieces, nbytes, footer, (size_t)end, &checksum);
     Py_END_ALLOW_THREADS
     result = found ? Py_BuildValue("Ny#", PyLong_FromUnsignedLongLong(checksum), (char *)footer, (Py_ssize_t)end)
                    : (Py_INCREF(Py_None), Py_None);

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.runtime.compat import Self, convert
+from transferd.runtime.compat import Self
 
 
 class Purged(msgspec.Struct, frozen=True):

@@ -161,7 +161,7 @@ class Match(ControlRequest, frozen=True, tag="match"):
 class Exists(ControlRequest, frozen=True, tag="exists"):
     """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks.
 
-    lease: also keep those that are there from being evicted for so many seconds; the value is a Leased (wire/answers.py).
+    lease: keep those that are there from being evicted for so many seconds; the value is a Leased (wire/answers.py).
     """
 
     keys: list[str]

@@ -1,8 +1,8 @@
 """Read leases: objects that this process reads itself, from their files, while the daemon keeps them (docs/adr/0121).
 
-The answer to a look-up says in which directory each object lies. A read takes what the page cache has, and never waits for
-a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does. What it
-cannot read or prove is the daemon's to load, which also finds and reports the damage.
+The answer to a look-up says in which directory each object lies. A read takes what the page cache has, and never waits
+for a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does.
+What it cannot read or prove is the daemon's to load, which also finds and reports the damage.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReadLeases:
                 self._held.pop(key, None)
 
     def read(self, key: str, pieces: Sequence[memoryview]) -> bool:
-        """Fill `pieces` with the block. False, with any bytes in them, if it is not in the page cache, or not intact."""
+        """Fill `pieces` with the block. False, with any bytes in them, if it is not cached, or not intact."""
         lease = self._held.get(key)
         if lease is None or time.monotonic() > lease.until:
             return False

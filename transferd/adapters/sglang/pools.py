@@ -31,7 +31,6 @@ from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
-
 LEASE_S = 10.0  # from a look-up to its load; SGLang also looks up what it does not load
 READERS = 4  # threads that read what is leased
 
@@ -252,7 +251,9 @@ class AttachedPool:
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Store the pages at these indices; for each key whether that succeeded. Waits until they are free again."""
         if self._copies is not None:
-            return self._copies.store(keys, [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))])
+            return self._copies.store(
+                keys, [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))]
+            )
         task = WriteStorageTask(
             task_id=self._task_id("store"),
             keys=list(keys),
