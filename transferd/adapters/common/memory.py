@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from transferd.errors import TierError
 
 MAPS = Path("/proc/self/maps")
@@ -95,7 +93,7 @@ def shared_memory_at(address: int, nbytes: int) -> Mapped:
 
 def bytes_at(address: int, nbytes: int) -> memoryview:
     """This process's bytes at an address. Whoever uses them keeps the memory."""
-    return memoryview(np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=np.uint8))
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
 
 
 def _mappings() -> Iterator[_KernelMapping]:

@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
 from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 
+LEASE_S = 10.0  # from a look-up to its load: engines do not say what they will not load
+READERS = 4  # threads
 PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
 
 
@@ -73,6 +76,53 @@ class ReadLeases:
             return False
         inspection = Inspection(lease.stamp, sum(map(len, pieces)) + FOOTER_BYTES)
         return inspection.footer(found[1]) is None and inspection.damage(found[0]) is None
+
+
+class LeasedBlocks:
+    """What one engine's look-ups have leased, and threads that read it. Thread-safe."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._leases = ReadLeases()
+        self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "transferd-read")
+
+    def look_up(self, keys: Sequence[str]) -> list[bool]:
+        """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
+        leases, until = self._leases, time.monotonic() + LEASE_S
+        try:
+            found = self._link.lease(keys, LEASE_S).result(ANSWER_S)
+        except (RuntimeError, *UNANSWERED):  # the link is closed, or closing
+            return [False] * len(keys)
+        leases.take(keys, found.places, until)
+        return found.there
+
+    def forget(self) -> None:
+        """From now on nothing is read that was looked up before, nor what is being looked up."""
+        self._leases = ReadLeases()
+
+    def begin_reading(
+        self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]], ended: Callable[[list[bool]], None]
+    ) -> None:
+        """Read what is leased. ended: called once with which blocks have been read, perhaps before this returns."""
+        leases = self._leases
+        if not leases:
+            ended([False] * len(keys))
+            return
+        sizes = [sum(map(len, one)) for one in pieces]
+        read_in_parts(self._pool, READERS, sizes, lambda i: leases.read(keys[i], pieces[i]), ended)
+
+    def read(self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Like `begin_reading`, and wait."""
+        leases = self._leases
+        if sum(len(piece) for one in pieces for piece in one) < 2 * PART_BYTES:  # another thread would only take time
+            return [leases.read(key, one) for key, one in zip(keys, pieces, strict=True)]
+        done: concurrent.futures.Future[list[bool]] = concurrent.futures.Future()
+        self.begin_reading(keys, pieces, done.set_result)
+        return done.result()
+
+    def close(self) -> None:
+        """Wait for the reads that run."""
+        self._pool.shutdown()
 
 
 def read_in_parts(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +21,13 @@ from msgspec import UNSET
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import ANSWER_S, NOT_CONNECTED, UNANSWERED, Link, why_not_stored
+from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.memory import Mapped, bytes_at, shared_memory_at
-from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_in_parts
+from transferd.adapters.common.read_leases import LeasedBlocks
 from transferd.adapters.common.slots import Slots
 from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
-
-LEASE_S = 10.0  # from a look-up to its load; SGLang also looks up what it does not load
-READERS = 4  # threads that read what is leased
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +195,8 @@ class AttachedPool:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
             self._copies = CopiedBlocks(self.link, finder, self._slots, f"pages of {name}", **times)
         self._numbers = itertools.count()
+        self._leased = LeasedBlocks(self.link)
         self._views = None if getattr(host, "on_gpu", False) else self.pages.views()
-        self._leases = ReadLeases()
-        self._readers = ThreadPoolExecutor(READERS, "transferd-read")
 
     def _memory(self) -> dict[str, Any]:
         """The engine's blocks: the pool's pages, or slots for them if no other process can map the pool."""
@@ -221,7 +215,7 @@ class AttachedPool:
 
     def close(self, timeout: float) -> None:
         """Leave the daemon, in about `timeout` seconds."""
-        self._readers.shutdown()
+        self._leased.close()
         for _, member, clear in self._members:
             member.clear = clear
         self.link.close(timeout)
@@ -234,18 +228,11 @@ class AttachedPool:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """For each key whether its page can be loaded. All False while no daemon answers."""
-        leases, until = self._leases, time.monotonic() + LEASE_S
-        try:
-            found = self.link.lease(keys, LEASE_S).result(ANSWER_S)
-        except (RuntimeError, *UNANSWERED):  # the link is closed, or closing
-            return [False] * len(keys)
-        if self._views is not None:
-            leases.take(keys, found.places, until)
-        return found.there
+        return self._leased.look_up(keys) if keys else []
 
     def renew(self, generation: str) -> None:
         """Serve this generation from now on; what was looked up in another one is not loaded."""
-        self._leases = ReadLeases()  # a look-up under way has the old ones
+        self._leased.forget()
         self.link.renew(generation)
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
@@ -274,7 +261,9 @@ class AttachedPool:
         progressed: called with how many leading pieces of all pages are there, as parts are loaded.
         """
         pages = self.pages.numbers(indices, len(keys))
-        loaded = self._read(keys, pages)
+        loaded = [False] * len(keys)
+        if self._views is not None:
+            loaded = self._leased.read(keys, list(map(self._views, pages)))
         rest = [i for i, one in enumerate(loaded) if not one]
         if rest:
             moved = self._loaded([keys[i] for i in rest], [pages[i] for i in rest], progressed)
@@ -283,21 +272,6 @@ class AttachedPool:
         elif progressed is not None:
             progressed(len(self.pages.sizes))
         return loaded
-
-    def _read(self, keys: Sequence[str], pages: Sequence[int]) -> list[bool]:
-        """Read what is leased, in several threads if it is much. For each page, whether it is there."""
-        leases, views = self._leases, self._views
-        if views is None or not leases:
-            return [False] * len(keys)
-
-        def read(i: int) -> bool:
-            return leases.read(keys[i], views(pages[i]))
-
-        if len(keys) * self.page_bytes < 2 * PART_BYTES:  # another thread would only take time
-            return list(map(read, range(len(keys))))
-        done: Future[list[bool]] = Future()
-        read_in_parts(self._readers, READERS, [self.page_bytes] * len(keys), read, done.set_result)
-        return done.result()
 
     def _loaded(
         self, keys: Sequence[str], pages: Sequence[int], progressed: Callable[[int], object] | None
