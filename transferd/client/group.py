@@ -74,12 +74,6 @@ def _fewest(answers: Sequence[Any]) -> Any:
     return {name: min(answer.get(name, 0) for answer in answers) for name in answers[0]}
 
 
-def _there(answer: Any) -> list[bool]:
-    """Of a look-up. Where the blocks of a group lie, one process has no use for."""
-    there: list[bool] = answer["there"] if isinstance(answer, dict) else answer
-    return there
-
-
 def _places(answers: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
     """The places of all; of two daemons on one machine, what is in the places of both."""
     found: dict[str, dict[str, int]] = {}
@@ -92,7 +86,7 @@ def _places(answers: Sequence[dict[str, dict[str, int]]]) -> dict[str, dict[str,
 # How the nodes' answers to a request become the group's.
 TOGETHER: dict[type[wire.ControlRequest], Callable[[list[Any]], Any]] = {
     wire.Match: min,
-    wire.Exists: lambda answers: [all(there) for there in zip(*map(_there, answers), strict=True)],
+    wire.Exists: lambda answers: [all(there) for there in zip(*answers, strict=True)],
     wire.Locate: _places,
     wire.Pin: _fewest,
     wire.Unpin: lambda _: None,

@@ -22,7 +22,7 @@ from transferd.tasks import (
     Warmed,
 )
 from transferd.wire import protocol as wire
-from transferd.wire.answers import Leased, Pinned, Purged
+from transferd.wire.answers import Pinned, Purged
 
 if TYPE_CHECKING:
     from transferd.client.handover import Tokens
@@ -63,16 +63,6 @@ class StoreCalls(Calls):
         """
         there: list[bool] = await self._answer(wire.Exists(keys_list(keys), use), timeout)
         return there
-
-    async def lease(self, keys: Sequence[str], ttl: float, *, timeout: float = QUESTION_TIMEOUT_S) -> Leased:
-        """Like `exists`, and keep the blocks that are there from being evicted for `ttl` seconds, or until `unpin`.
-
-        Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
-        of an engine of one rank. Such pins end with the daemon. If an engine may pin no more, the blocks are not kept,
-        and the answer says so.
-        """
-        answer = await self._answer(wire.Exists(keys_list(keys), lease=_seconds("ttl", ttl)), timeout)
-        return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release
 
     async def match_tokens(
         self, token_ids: Tokens, start: int = 0, salt: str = "", *, timeout: float = QUESTION_TIMEOUT_S

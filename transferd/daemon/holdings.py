@@ -133,31 +133,24 @@ class Holdings:
 
     async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
-        generation = engine.dispatcher.generation
-        there, refused, places = await engine.lookup.exists(asked.keys, use=asked.use), "", None
-        blocks = [
-            names if one else [] for names, one in zip(self._blocks(engine, asked.keys, generation), there, strict=True)
-        ]
+        there, refused = await engine.lookup.exists(asked.keys, use=asked.use), ""
+        blocks = self._blocks(engine, asked.keys)
+        names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
         try:
-            self._keeper.hold(
-                LeaseOwner(engine.owner), [name for names in blocks for name in names], asked.lease, self._pin_share
-            )
+            self._keeper.hold(owner, names, asked.lease, self._pin_share)
         except RequestError as error:
             refused = error.reason
-        if uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema:
-            places = self._places(engine, blocks, generation)
-        return Leased(there, refused, places)
+        tells = uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
+        return Leased(there, refused, self._places(engine, names) if tells else None)
 
-    def _places(self, engine: HostedEngine, blocks: list[list[str]], generation: str) -> BlockPlaces:
+    def _places(self, engine: HostedEngine, names: Sequence[str]) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""
         assert self._storage is not None
-        place_of = self._storage.index.place_of
-        found = [place_of(names[0]) if names else None for names in blocks]
+        found = list(map(self._storage.index.place_of, names))
         numbers = {place: number for number, place in enumerate(dict.fromkeys(one for one in found if one is not None))}
         where = [None if place is None else numbers[place] for place in found]
-        model, fingerprint = engine.identity.model, engine.identity.fingerprint
-        rank = engine.workers[0].context.object_rank
-        return BlockPlaces(model, fingerprint, generation, rank, list(numbers), where)
+        about = engine.identity.model, engine.identity.fingerprint, engine.dispatcher.generation
+        return BlockPlaces(*about, engine.workers[0].context.object_rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
