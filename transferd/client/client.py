@@ -427,8 +427,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """Like `exists`, and keep the blocks that are there from being evicted for `ttl` seconds, or until `unpin`.
 
         Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
-        of an engine of one rank. Such pins end with the daemon. If an engine may pin no more, the blocks are not kept,
-        and the answer says so.
+        of an engine of one rank. Such pins end with the daemon. An engine that may pin no more is told all the same.
         """
         answer = await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout)
         return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release

@@ -7,6 +7,7 @@ daemon's user's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -133,15 +134,13 @@ class Holdings:
 
     async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
-        there, refused = await engine.lookup.exists(asked.keys, use=asked.use), ""
+        there = await engine.lookup.exists(asked.keys, use=asked.use)
         blocks = self._blocks(engine, asked.keys)
         names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
-        try:
+        with contextlib.suppress(RequestError):  # then it is not kept from being evicted
             self._keeper.hold(owner, names, asked.lease, self._pin_share)
-        except RequestError as error:
-            refused = error.reason
         tells = uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
-        return Leased(there, refused, self._places(engine, names) if tells else None)
+        return Leased(there, self._places(engine, names) if tells else None)
 
     def _places(self, engine: HostedEngine, names: Sequence[str]) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""

@@ -171,7 +171,7 @@ class FilesKeeper(ManyKeepers):
         return [name in found for name in names]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        ended = sum([await keeper.unpin(owner, names) for keeper in self._keepers])
+        ended = await super().unpin(owner, names)
         if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
             await self._record()
         return ended

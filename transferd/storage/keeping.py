@@ -195,6 +195,9 @@ class ManyKeepers(Keeper):
             held.update(zip(rest, keeper.pin_now(owner, rest, ttl_s), strict=True))
         return [held[name] for name in names]
 
+    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
+
     def depths(self, names: Sequence[str]) -> list[int | None]:
         each = [keeper.depths(names) for keeper in self._keepers]
         return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(len(names))]

@@ -56,7 +56,8 @@ class Pins:
     def __init__(self, index: LruIndex) -> None:
         self._index = index
         self._until: dict[Entry, dict[Hashable, float]] = {}  # loop time, by owner
-        self._taken = Counter[Hashable]()  # bytes by owner, with objects that have left since
+        self._taken = Counter[Hashable]()  # bytes by owner
+        self._bytes = 0  # of `_until`
         self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders. Ended pins stay in it
         self._most_ends = FEW  # when it is longer, it is made anew without the ended pins
         self._number = 0
@@ -69,7 +70,8 @@ class Pins:
         return len(self._until)
 
     def taken(self, owner: Hashable) -> int:
-        """The bytes that this owner has pinned, with objects that have left since, until their pins' time is over."""
+        """The bytes that this owner has pinned."""
+        self._forget_gone()
         return self._taken[owner]
 
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
@@ -99,8 +101,9 @@ class Pins:
         until = asyncio.get_running_loop().time() + ttl_s
         for entry in entries:
             self._index.pin(entry)
-            pins = self._until.setdefault(entry, {})
-            self._taken[owner] += 0 if owner in pins else self._index.size(entry.nbytes)
+            pins, size = self._until.setdefault(entry, {}), self._index.size(entry.nbytes)
+            self._bytes += 0 if pins else size
+            self._taken[owner] += 0 if owner in pins else size
             pins[owner] = until
             self._number += 1
             heapq.heappush(self._ends, (until, self._number, entry))
@@ -132,23 +135,25 @@ class Pins:
 
     def _let_go(self, entry: Entry, owner: Hashable, use: Use) -> bool:
         """End a pin. Returns whether that has unpinned the object."""
-        pins = self._until[entry]
+        pins, size = self._until[entry], self._index.size(entry.nbytes)
         del pins[owner]
-        self._taken[owner] -= self._index.size(entry.nbytes)
+        self._taken[owner] -= size
         if not self._taken[owner]:
             del self._taken[owner]
         if pins:
             return False
+        self._bytes -= size
         del self._until[entry]
         if here := entry.pinned:
             self._index.unpin(entry, use)
         return here
 
     def _forget_gone(self) -> None:
-        """Drop the pins of objects that have left, or that the index has unpinned."""
-        for entry in [entry for entry in self._until if not entry.pinned]:
-            for owner in list(self._until[entry]):
-                self._let_go(entry, owner, Use())
+        """Drop the pins of objects that have left, or that the index has unpinned, if there are any."""
+        if sum(account.pinned for account in self._index.accounts()) != self._bytes:
+            for entry in [entry for entry in self._until if not entry.pinned]:
+                for owner in list(self._until[entry]):
+                    self._let_go(entry, owner, Use())
 
     def _wake(self) -> None:
         self.close()

@@ -81,15 +81,13 @@ class BlockPlaces(msgspec.Struct, frozen=True):
 
 
 class Leased(msgspec.Struct, frozen=True):
-    """What a look-up has found, and keeps.
+    """What a look-up has found, and keeps, as far as an engine may pin.
 
     there: for each key, whether every rank can load its block.
-    refused: why nothing is kept from being evicted, an error's code; "" if all that is there is.
     places: where the blocks lie, if the daemon says it to this client.
     """
 
     there: list[bool]
-    refused: str = ""
     places: BlockPlaces | None = None
 
 

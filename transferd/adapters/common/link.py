@@ -256,13 +256,11 @@ class Link:
     def lease(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[Leased]:
         """Like `exists`, in the link's thread, and keep what is there from being evicted for `ttl` seconds.
 
-        A line in the log, if the daemon does not keep it. Raises RuntimeError once the link is closed.
+        Raises RuntimeError once the link is closed.
         """
 
         async def run() -> Leased:
             found = await self._asked(keys, lambda client: client.lease(keys, ttl, timeout=LOOKUP_TIMEOUT_S))
-            if found is not None and found.refused:
-                self._log_once(f"what look-ups find may be evicted before it is loaded ({found.refused})", logging.INFO)
             return found or Leased([False] * len(keys))
 
         return self._begin(run())

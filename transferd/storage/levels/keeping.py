@@ -134,9 +134,6 @@ class LevelsKeeper(ManyKeepers):
         if ends:
             await asyncio.wait(ends, timeout=COPIES_S)
 
-    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
-
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
     return [name for name, depth in zip(names, keeper.depths(names), strict=True) if depth is None]
