@@ -148,7 +148,7 @@ class FilesKeeper(ManyKeepers):
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         each = [keeper.asked(owner, names) for keeper in self._keepers]
-        return sum(each[1:], each[0]) if each else AskedPins(0, 0, 0, 0, 0)
+        return AskedPins(*map(sum, zip(*each, strict=True)))
 
     async def pin_all(
         self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()

@@ -14,9 +14,10 @@ import abc
 import asyncio
 import dataclasses
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
@@ -38,25 +39,14 @@ class PinState(enum.IntEnum):
     DURABLE = 2  # and a restart leaves both: the object is on a medium that outlives the daemon, and so is the pin
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One owner's objects in a store. share: bytes kept for the owner."""
+class Holding(NamedTuple):
+    """One owner's objects in a store; in several, the sum of each. share: bytes kept for the owner."""
 
     owner: Hashable
     objects: int = 0
     bytes: int = 0
     share: int = 0
     pinned: int = 0  # bytes
-
-    def __add__(self, other: Holding) -> Holding:
-        """The sum of the same owner's objects in two stores."""
-        return Holding(
-            self.owner,
-            self.objects + other.objects,
-            self.bytes + other.bytes,
-            self.share + other.share,
-            self.pinned + other.pinned,
-        )
 
 
 def check_pins(one: AskedPins, share: float) -> None:
@@ -181,11 +171,11 @@ class ManyKeepers(Keeper):
 
     def holdings(self) -> list[Holding]:
         """The sums: a block counts in each level that has it."""
-        total: dict[Hashable, Holding] = {}
+        each = defaultdict[Hashable, list[tuple[int, ...]]](list)
         for keeper in self._keepers:
-            for one in keeper.holdings():
-                total[one.owner] = total[one.owner] + one if one.owner in total else one
-        return list(total.values())
+            for owner, *figures in keeper.holdings():
+                each[owner].append(tuple(figures))
+        return [Holding(owner, *map(sum, zip(*some, strict=True))) for owner, some in each.items()]
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         """Each in the lowest store that has it."""

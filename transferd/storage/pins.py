@@ -12,7 +12,6 @@ import asyncio
 import heapq
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from transferd.storage.lru import Entry, LruIndex, Use
@@ -21,25 +20,14 @@ FEW = 1024  # ends of pins that may wait beside those that last
 MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 
-@dataclass(frozen=True, slots=True)
-class AskedPins:
-    """The bytes that a request to pin would add to one store."""
+class AskedPins(NamedTuple):
+    """The bytes that a request to pin would add to one store; of several stores, the sum of each."""
 
-    objects: int
-    new: int  # objects that the owner has not pinned yet
-    taken: int  # objects that it has pinned
-    pinned: int  # by all owners, with the new ones
-    capacity: int
-
-    def __add__(self, other: AskedPins) -> AskedPins:
-        """In two stores together."""
-        return AskedPins(
-            self.objects + other.objects,
-            self.new + other.new,
-            self.taken + other.taken,
-            self.pinned + other.pinned,
-            self.capacity + other.capacity,
-        )
+    objects: int = 0
+    new: int = 0  # objects that the owner has not pinned yet
+    taken: int = 0  # objects that it has pinned
+    pinned: int = 0  # by all owners, with the new ones
+    capacity: int = 0
 
 
 class KeptPin(NamedTuple):

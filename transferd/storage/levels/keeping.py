@@ -80,7 +80,7 @@ class LevelsKeeper(ManyKeepers):
         for keeper in reversed(above):
             more = keeper.asked(owner, rest)
             check_pins(more, 1.0)  # it holds them until their copies have come
-            asked += dataclasses.replace(more, capacity=0, pinned=more.new)
+            asked = AskedPins(*map(sum, zip(asked, more._replace(capacity=0, pinned=more.new), strict=True)))
             rest = _absent(keeper, rest)
         return asked
 
