@@ -86,6 +86,9 @@ class LeasedBlocks:
         self._leases = ReadLeases()
         self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "transferd-read")
 
+    def __bool__(self) -> bool:
+        return bool(self._leases)
+
     def look_up(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
         leases, until = self._leases, time.monotonic() + LEASE_S

@@ -262,7 +262,7 @@ class AttachedPool:
         """
         pages = self.pages.numbers(indices, len(keys))
         loaded = [False] * len(keys)
-        if self._views is not None:
+        if self._views is not None and self._leased:
             loaded = self._leased.read(keys, list(map(self._views, pages)))
         rest = [i for i, one in enumerate(loaded) if not one]
         if rest:
