@@ -173,9 +173,12 @@ def test_what_the_tier_cannot_read_is_loaded_by_the_daemon(place: Path) -> None:
 def test_a_reset_ends_what_a_lookup_has_found(place: Path) -> None:
     wanted = keys("a", 4)
     with Pool(keep_blocks_on_reset=False) as pool:
-        found_in_tier(pool, wanted, leased=True)
+        pool.store(wanted)
+        context = pool.request()
+        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        assert pool.tier._leased
         pool.forget()
-        assert not pool.tier._leased._leases
+        assert not pool.tier._leased
         assert pool.load(wanted) == [False] * 4
 
 
