@@ -25,7 +25,7 @@ class Judge:
     shape: str
     daemon: Daemon
     durable: dict[str, float]
-    objects: Mapping[str, int]
+    objects: dict[str, int]
 
     @property
     def levels(self) -> list[str]:
@@ -75,6 +75,12 @@ class Judge:
         there = self.where("file")
         gone = [key for key, until in self.durable.items() if until > now and key not in there]
         assert not gone, f"pin: {gone} are pinned durably, and no disk has them"
+
+    def check_pinned_again(self, now: float) -> None:
+        """After a restart."""
+        lasting = [key for key, until in self.durable.items() if until > now + 1.0]
+        pinned = self.storage.keeper.statistics()["pinned"] if lasting and self.storage.keeper is not None else 0
+        assert pinned >= len(lasting), f"pin: {lasting} were pinned durably, and a restart has left {pinned} pinned"
 
     def check_purged(self, gone: Iterable[str], aside: Mapping[Medium, set[str]], not_reached: Iterable[str]) -> None:
         """aside: what was in quarantine before, of each disk that the purge must empty."""

@@ -81,10 +81,6 @@ ACTIONS = {
 }  # fmt: skip
 
 
-# After these an object that was pinned durably may be gone, or its pin.
-HARM = ("purge", "drain", "use", "away", "ill", "come_back", "image", "flip", "remove", "reload", "clock", "unpin")
-
-
 class OneUser(SimServerTransport):
     """Every client is the daemon's user."""
 
@@ -122,7 +118,8 @@ class Story(Judge):
         self.calm = loop.time()  # since when the first level is well
         self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.durable: dict[str, float] = {}
-        self.harm = 0  # acts so far after which no pin need be durable any more
+        self.harm = 0
+        self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
         self.pinned: set[str] = set()  # keys that were ever pinned
         self.started: dict[str, float] = {}  # when the latest store of a key began, and the latest that went well
@@ -192,6 +189,7 @@ class Story(Judge):
         self.context.run(PROCESS.set, self.process)
         await self.context.run(self.loop.create_task, self._open())
         await every([self._engine(name) for name in ENGINES])
+        self.check_pinned_again(self.loop.time())
 
     async def _open(self) -> None:
         threads = self.threads("offload", 4)
@@ -272,9 +270,6 @@ class Story(Judge):
         what = self.chance.choices(list(ACTIONS), list(ACTIONS.values()))[0]
         self.loop.note(f"act {what}")
         self.seen[what] += 1
-        if what in HARM:
-            self.harm += 1
-            self.durable.clear()
         self.check_durable(self.loop.time())
         self.check_refused()
         if not self.first_is_well:
@@ -328,6 +323,7 @@ class Story(Judge):
             self.started[key] = began
             self.storing[key] += 1
         self.tasks += 1
+        self.latest = keys
         timeout = SHARED_S if shared else STORE_S
         task = WriteStorageTask(task_id=f"w{self.tasks}", keys=list(keys), gpu_block_ids=own, timeout=timeout)
         if shared:
@@ -389,8 +385,14 @@ class Story(Judge):
         result = await self.clients[keys[0][0]].prefetch(keys, to="memory", timeout=SHARED_S)
         self.seen["prefetched"] += len(result.block_ids)
 
+    def harmed(self) -> None:
+        """From now on no pin so far need be durable."""
+        self.harm += 1
+        self.durable.clear()
+
     def _pin(self) -> Any:
-        return functools.partial(self.pin, self.draw(2), self.chance.choice([60.0, 2000.0]))
+        keys = self.latest if self.latest and self.chance.random() < 0.6 else self.draw(2)
+        return functools.partial(self.pin, keys, self.chance.choice([60.0, 2000.0]))
 
     async def pin(self, keys: Sequence[str], ttl: float) -> None:
         began, harm = self.loop.time(), self.harm
@@ -402,7 +404,7 @@ class Story(Judge):
             self.durable.update(dict.fromkeys(keys, began + ttl))
 
     def _unpin(self) -> Any:
-        self.durable.clear()
+        self.harmed()
         return self.clients[self.chance.choice(ENGINES)].unpin
 
     def _purge(self) -> Any:
@@ -412,7 +414,7 @@ class Story(Judge):
         began, life = self.loop.time(), self.lives
         fits = [key for key in self.keys if engine in (None, key[0]) and not self.storing[key]]
         aside = {medium: medium.set_aside() for medium in self.media}
-        self.durable.clear()
+        self.harmed()
         purged = await self.clients[engine or "a"].purge(engine=engine)
         if life != self.lives:
             return
@@ -434,7 +436,7 @@ class Story(Judge):
 
     async def drain(self, name: str) -> None:
         began, life = self.loop.time(), self.lives
-        self.durable.clear()
+        self.harmed()
         self.drained.add(name)
         try:
             change = await self.clients["a"].drain_level(name)
@@ -449,6 +451,7 @@ class Story(Judge):
 
     async def use(self, names: Sequence[str]) -> None:
         for name in names:
+            self.harmed()
             if self.chance.random() < 0.5 and name == "object":  # the medium was replaced by an empty one
                 for one in list(self.bucket.objects):
                     self.bucket.forget(one)
@@ -468,14 +471,17 @@ class Story(Judge):
 
     def _away(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
+            self.harmed()
             medium.go()
 
     def _ill(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
+            self.harmed()
             medium.fault = self.chance.choice([errno.EIO, errno.EROFS])
 
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
+            self.harmed()
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
             self.found_at = math.inf  # until it is found again, which nobody says
 
@@ -500,7 +506,8 @@ class Story(Judge):
             medium.fault = 0
 
     def _flip(self) -> None:
-        name = self.names[self.chance.choice(self.keys)]
+        name = self.names[key := self.chance.choice(self.keys)]
+        self.durable.pop(key, None)
         if (medium := self.medium()) is not None and self.chance.random() < 0.5:
             medium.flip(name, self.chance)
         elif (data := self.bucket.objects.get(name)) is not None:
@@ -509,9 +516,11 @@ class Story(Judge):
 
     def _remove(self) -> None:
         if (medium := self.medium()) is not None:
-            medium.remove(self.names[self.chance.choice(self.keys)])
+            self.durable.pop(key := self.chance.choice(self.keys), None)
+            medium.remove(self.names[key])
 
     def _reload(self) -> None:
+        self.harmed()
         for kind in self.objects:
             self.objects[kind] = self.chance.randint(4, 12)
         capacity = {kind: Size(count * OBJECT) for kind, count in self.objects.items()}
@@ -524,6 +533,7 @@ class Story(Judge):
         self.context.run(self.storage.reconfigure, self.config)
 
     def _clock(self) -> None:
+        self.harmed()
         self.clock.jump_wall(self.chance.choice([-86_400.0, -60.0, 60.0, 86_400.0]))
 
     # --- the end ------------------------------------------------------------------------------------
