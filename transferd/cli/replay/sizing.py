@@ -53,7 +53,6 @@ class BlockSizes:
     host_pool: int  # bytes of the configured host pool
     window_s: float | None = None  # of `storage.admit = "second use"`; None admits everything
     share: float = 0.0  # `engines.storage_share`
-    ranks: int = 1
 
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
@@ -91,7 +90,6 @@ class BlockSizes:
             plan.sizes.host,
             window,
             config.engines.storage_share,
-            cache.ranks,
         )
 
 
@@ -221,10 +219,10 @@ def size_point(
 
     stored = any(level.capacity for level in levels())
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=stored)
-    report, daemon = predict(requests, tiers, levels(), footprint.window_s, footprint.ranks)
+    report, daemon = predict(requests, tiers, levels(), footprint.window_s)
     within_share = None
     if footprint.share and stored:
-        least, _ = predict(requests, tiers, levels(footprint.share), footprint.window_s, footprint.ranks)
+        least, _ = predict(requests, tiers, levels(footprint.share), footprint.window_s)
         within_share = 1.0 - least.hits["none"] / (least.hits.total() or 1)
     total = report.hits.total() or 1
     each = tuple(
@@ -238,7 +236,7 @@ def size_point(
             promoted=level.promoted * sizes.stored,
             load_s=level.hits * sizes.stored / rate,
         )
-        for nbytes, sizes, level, rate in zip(storage, footprint.levels, daemon.levels, rates.storage, strict=True)
+        for nbytes, sizes, level, rate in zip(storage, footprint.levels, daemon.figures(), rates.storage, strict=True)
     )
     host_loaded = report.hits["host"] * footprint.host
     load_s = host_loaded / rates.host + sum(level.load_s for level in each)
