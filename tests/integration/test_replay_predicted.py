@@ -162,8 +162,8 @@ def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the
     with running(tree, tmp_path) as daemon, Storing(daemon.endpoint, "filler", storage_share=0.0) as filler:
 
         class BesideAFiller(ReplayEngine):
-            async def _request(self, request: TraceRequest) -> None:
-                await super()._request(request)
+            async def request(self, request: TraceRequest) -> None:
+                await super().request(request)
                 filler.write([f"f{next(names)}" for _ in range(60)])  # more bytes than the store has
 
         monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", BesideAFiller)

@@ -316,6 +316,30 @@ def replay(
     chart: Annotated[
         Path | None, typer.Option(help="With --simulate: write the curve of hit rate over size to this SVG file.")
     ] = None,
+    nodes: Annotated[
+        str | None, typer.Option(help="With --simulate: predict fleets of so many nodes, such as 1,4,16.")
+    ] = None,
+    router: Annotated[
+        str, typer.Option(help="With --nodes: how requests find a node: prefix, load, random, or several.")
+    ] = "prefix",
+    levels: Annotated[
+        str | None, typer.Option(help="With --simulate: a node's own levels, such as memory=256GB,file=4TB.")
+    ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="With --simulate: memory that each node lends to a pool of all; 0 for no pool.")
+    ] = None,
+    events: Annotated[
+        str | None, typer.Option(help="With --nodes: also predict dead (a node dies), upgrade, drain, or several.")
+    ] = None,
+    away: Annotated[
+        float, typer.Option(min=0, help="With --events: seconds for which a node that restarts takes no requests.")
+    ] = 0.0,
+    copies: Annotated[
+        int, typer.Option(min=1, help="With --nodes: so many times the traffic, from other users with the same habits.")
+    ] = 1,
+    costs: Annotated[
+        str | None, typer.Option(help="With --nodes: other costs of what adds up, such as lookup_s=2e-6.")
+    ] = None,
     format_: FormatOption = Format.TEXT,
 ) -> None:
     """Replay a request trace and check every byte that comes back. Without --endpoint, starts a private daemon."""
@@ -326,7 +350,20 @@ def replay(
     if simulate:
         from transferd.cli.replay import simulate as simulation
 
-        wanted = simulation.Wanted(host_sizes, storage_sizes, prefill_rate, load_rates)
+        wanted = simulation.Wanted(
+            host_sizes,
+            storage_sizes,
+            prefill_rate,
+            load_rates,
+            nodes,
+            router,
+            events,
+            levels,
+            pool,
+            copies,
+            away,
+            costs,
+        )
         simulation.run(requests_, wanted, config=config, ranks=ranks, chart_file=chart, as_json=format_ is Format.JSON)
         return
     report = command.run(

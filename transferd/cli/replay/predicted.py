@@ -1,4 +1,4 @@
-"""A predicted daemon: it answers tasks as a healthy one does, with the daemon's own storage over a medium without bytes.
+"""A predicted daemon: it answers tasks as a healthy one does, from the daemon's own storage over media without bytes.
 
 Time is virtual: it jumps to the next timer of the storage. The copies and uses of a task reach the other levels before
 the next task begins, as in a daemon without other work.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,7 +66,7 @@ class NoBytes(IndexedStorage):
     lists = True
 
     def __init__(self, capacity: int, now: Callable[[], float], *, known: bool = True) -> None:
-        super().__init__(capacity, _AtOnce(), shares=1, inline_bytes=2**62, now=now)
+        super().__init__(capacity, AtOnce(), shares=1, inline_bytes=2**62, now=now)
         self.slots_at_once = 0
         self.known = self.asks_first = known
         self.most = 0  # objects at any time
@@ -107,20 +107,27 @@ class PredictedDaemon:
 
     levels: of the store, the fastest first; may be empty.
     window_s: of `storage.admit = "second use"`; None admits everything.
+    media: for each level, a store that is there already; None for a new one.
     now: seconds of the trace.
     """
 
-    def __init__(self, levels: Sequence[GivenLevel], window_s: float | None = None) -> None:
+    def __init__(
+        self, levels: Sequence[GivenLevel], window_s: float | None = None, media: Sequence[NoBytes | None] = ()
+    ) -> None:
         clock = replace(SYSTEM_CLOCK, monotonic=asyncio.get_running_loop().time)
         self.now = 0.0
         self.hits: Counter[int] = Counter()  # blocks that loads found, by level
-        self.media = [NoBytes(level.capacity, clock.monotonic, known=level.known) for level in levels]
+        given = media or [None] * len(levels)
+        self.media = [
+            medium or NoBytes(level.capacity, clock.monotonic, known=level.known)
+            for level, medium in zip(levels, given, strict=True)
+        ]
         self.levels = [
             StoreLevel(number, f"l{number}", medium, LevelSection(promote=level.promote), clock.monotonic)
             for number, (level, medium) in enumerate(zip(levels, self.media, strict=True))
         ]
         several = len(levels) > 1
-        self.storage: Storage = LevelsStorage(self.levels, clock, _AtOnce()) if several else self.media[0]
+        self.storage: Storage = LevelsStorage(self.levels, clock, AtOnce()) if several else self.media[0]
         self._settle_s = SETTLE_S if several else 0.0
         self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
 
@@ -173,11 +180,10 @@ class PredictedDaemon:
         return [block for i, block in enumerate(task.gpu_block_ids) if there[i] or i in kept]
 
     async def _read(self, task: ReadStorageTask) -> list[int]:
-        use, levels = Use(), self.storage.levels
-        found = self.storage.index.find(task.keys, use)
-        if found is None:
-            found = await (self.storage.exists if levels is None else levels.exists_now)(task.keys)
-        items = [Item(key, 1, use, depth) for depth, key in enumerate(task.keys[: _leading(found)])]
+        use = Use()
+        found = self.storage.index.find(task.keys, use) if self.storage.asks_first else None
+        there = task.keys if found is None else task.keys[: _leading(found)]
+        items = [Item(key, 1, use, depth) for depth, key in enumerate(there)]
         outcomes = await self.storage.load(items, _Taken(), ())
         await self._settle()
         brought = _leading([outcome.found is Found.FOUND for outcome in outcomes])
@@ -202,7 +208,7 @@ class BlocksWithoutBytes:
     def untouched(self, *_: object) -> None: ...
 
 
-class _AtOnce:
+class AtOnce:
     """Threads that run each function at once, in the caller."""
 
     def open(self) -> None: ...
@@ -229,12 +235,17 @@ class _NoIO(selectors.SelectSelector):
         return []
 
 
-def virtual_loop() -> asyncio.AbstractEventLoop:
-    """A loop whose time jumps to the next timer when nothing is ready. It does no I/O."""
+def _virtual_loop() -> asyncio.AbstractEventLoop:
     selector = _NoIO()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now  # type: ignore[method-assign]
     return count_cancellations(loop)
+
+
+def virtually(work: Coroutine[Any, Any, T]) -> T:
+    """Run this on a loop whose time jumps to the next timer when nothing is ready, and which does no I/O."""
+    with Runner(loop_factory=_virtual_loop) as runner:
+        return runner.run(work)
 
 
 def predict(
@@ -256,10 +267,9 @@ def predict(
 
         await daemon.storage.open()
         next_one()
-        engine = ReplayEngine(daemon, BlocksWithoutBytes(), tiers, report, _AtOnce())
+        engine = ReplayEngine(daemon, BlocksWithoutBytes(), tiers, report, AtOnce())
         await engine.play(requests, concurrency=1, progress=next_one)
         await daemon.storage.close()
         return daemon
 
-    with Runner(loop_factory=virtual_loop) as runner:
-        return report, runner.run(play())
+    return report, virtually(play())
