@@ -92,24 +92,29 @@ def run(
         print_points(points, rates, stdout())
 
 
+OWN = ("memory", "file")  # levels of a node
+
+
 def with_levels(tree: dict[str, Any], levels: str | None, pool: str | None) -> dict[str, Any]:
-    """The configuration with these levels of a node, such as `memory=256GB,file=4TB`, above a pool that it lends to."""
+    """The configuration with these levels of a node, and this much memory that it lends to a pool of all below them."""
     storage = tree["storage"]
-    if levels is None and pool is None:
-        return tree
-    names = [name for name in storage.get("levels") or [storage["backend"]] if name not in ("mooncake", NO_BACKEND)]
+    configured = storage.get("levels") or [storage["backend"]]
+    own = [name for name in configured if name in OWN]
+    shared = [name for name in configured if name not in (*OWN, NO_BACKEND)]
     if levels is not None:
-        names = []
+        own = []
         for part in levels.split(","):
             name, _, size = part.strip().partition("=")
-            if name not in ("memory", "file"):
+            if name not in OWN or not size:
                 raise RequestError(f"--levels {levels}: expected levels of a node, such as memory=256GB,file=4TB")
             storage[name] = storage.get(name, {}) | {"capacity": _sizes("--levels", size)[0]}
-            names.append(name)
-    if pool is not None and (lent := _sizes("--pool", pool)[0]):
+            own.append(name)
+    if pool is not None:
+        lent = _sizes("--pool", pool)[0]
         section = {"master_server_addr": "predicted:0", "global_segment_size": lent, "local_buffer_size": 0}
         storage["mooncake"] = storage.get("mooncake", {}) | section
-        names.append("mooncake")
+        shared = ["mooncake"] * bool(lent) + [name for name in shared if name != "mooncake"]
+    names = [*own, *shared]
     storage.pop("backend" if len(names) > 1 else "levels", None)
     storage |= {"levels": names} if len(names) > 1 else {"backend": names[0] if names else NO_BACKEND}
     storage["level"] = {
@@ -123,6 +128,8 @@ def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSi
         raise RequestError("--nodes needs --prefill-rate: the tokens a second that one of your nodes computes")
     if sizes.levels[0].name == NO_BACKEND:
         raise RequestError("--nodes: the nodes have no storage; name it with --levels, --pool or --config")
+    if len(shared := [level.name for level in sizes.levels if level.lent is not None]) > 1:
+        raise RequestError(f"--nodes: only one level can be of all nodes, not {' and '.join(shared)}")
     names = [level.name for level in sizes.levels]
     if wanted.load_rates is None:
         example = ",".join(["20GB", *["5GB"] * len(names)])
