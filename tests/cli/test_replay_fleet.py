@@ -64,6 +64,9 @@ def test_a_router_by_prefix_finds_the_node_that_has_it_unless_it_has_too_much_to
     apart = asked(0, 50, 100, 150)
     assert predicted(apart, Fleet(4, "prefix"), sizes).hits == 0.75
     assert predicted(apart, Fleet(4, "random"), sizes).hits < 0.75
+    others = [one for i in range(12) for one in asked(50 + 10 * i, chain=tuple(range(100 * i + 100, 100 * i + 108)))]
+    on_no_device = predicted([*asked(0), *others, *asked(900)], Fleet(2, "prefix"), replace(sizes, device_blocks=8))
+    assert on_no_device.hit_rate["memory"] == 1 / 14
     crowd = [one for i in range(31) for one in asked(i / 100, chain=(0, 1, *range(6 * i + 2, 6 * i + 8)))]
     busy = predicted(crowd, Fleet(4, "prefix"), sizes)
     assert busy.hits == pytest.approx(2 * (31 - 4) / (31 * 8)), "each node has computed the common blocks once"

@@ -36,7 +36,7 @@ NODES = 4
 POINTS = 0.03
 # A block of the cache is a block of the trace, so that both count the same.
 CACHE = {"ranks": 1, "layers": 4, "kv_heads": 1, "head_dim": 2, "block_size": TRACE_BLOCK_TOKENS}
-LEVELS = {"all fits": ("4MiB", "128MiB"), "both full": ("4MiB", "48MiB")}  # of memory, and lent to the pool
+LEVELS = {"all fits": ("4MiB", "128MiB"), "both full": ("4MiB", "32MiB")}  # of memory, and lent to the pool
 
 
 def settings(memory: str, pool: str, address: str) -> dict[str, Any]:
@@ -97,9 +97,10 @@ async def real_hits(requests: list[TraceRequest], memory: str, pool: str, direct
     return {place: blocks[place] / total for place in ("device", "memory", "mooncake", "computed")}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", LEVELS)
 def test_a_predicted_fleet_has_the_hits_of_a_real_one(sizes: str, tmp_path: Path) -> None:
-    requests = read_trace(SHARED_TRACE, 1200)
+    requests = read_trace(SHARED_TRACE, 900)
     memory, pool = LEVELS[sizes]
     footprint = BlockSizes.of(from_tree(settings(memory, pool, "127.0.0.1:1")))
     real = asyncio.run(real_hits(requests, memory, pool, tmp_path))

@@ -159,10 +159,10 @@ class Node:
 
     def leading(self, chain: Sequence[int]) -> int:
         """How many leading blocks the node itself has."""
-        own = [level.storage.index for level in self.daemon.levels if level.known]
+        own = [medium for medium in self.daemon.media if medium.known]
         for i, content in enumerate(chain):
             name = [key_of(content)]
-            if not self.engine.on_device(content) and not any(index.find(name, None) == [True] for index in own):
+            if not self.engine.on_device(content) and not any(medium.find(name, None) == [True] for medium in own):
                 return i
         return len(chain)
 
