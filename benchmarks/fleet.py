@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from transferd.cli.replay.chart import COLORS, STYLE
-from transferd.cli.replay.fleet import Costs, Fleet, fleet_point
+from transferd.cli.replay.fleet import EVENTS, Fleet, FleetCosts, fleet_point
 from transferd.cli.replay.simulate import with_levels
 from transferd.cli.replay.sizing import BlockSizes, Rates, in_processes
 from transferd.cli.replay.trace import read_trace
@@ -42,12 +42,13 @@ def predict(path: Path, limit: int) -> dict[str, Any]:
         tree = with_levels({"cache": dict(CACHE), "storage": {"backend": "none"}}, *levels)
         rates = Rates(HOST, (MEMORY, POOL)[: 1 + pool], PREFILL)
         jobs = [(Fleet(nodes, router),) for nodes in NODES for router, pooled in LINES if pooled is pool]
+        jobs += [(Fleet(16, "prefix", event),) for event in EVENTS if pool]
         points = in_processes(
-            fleet_point, jobs, (requests, BlockSizes.of(from_tree(tree)), rates, Costs()), lambda: None
+            fleet_point, jobs, (requests, BlockSizes.of(from_tree(tree)), rates, FleetCosts()), lambda: None
         )
         rows += [asdict(point) | {"pool": pool} for point in points]
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return {"requests": len(requests), "cpu_s": round(used.ru_utime + used.ru_stime), "points": rows}
+    return {"bench": "fleet", "requests": len(requests), "cpu_s": round(used.ru_utime + used.ru_stime), "points": rows}
 
 
 def picture(tree: dict[str, Any]) -> str:
@@ -73,7 +74,7 @@ def picture(tree: dict[str, Any]) -> str:
             hits = {
                 point["fleet"]["nodes"]: 100 * (1 - point["hit_rate"]["computed"])
                 for point in tree["points"]
-                if (point["fleet"]["router"], point["pool"]) == (router, pool)
+                if (point["fleet"]["router"], point["pool"], point["fleet"]["event"]) == (router, pool, "")
             }
             line = " ".join(f"{x(nodes):.1f},{y(share):.1f}" for nodes, share in sorted(hits.items()))
             yield f'<polyline class="curve" stroke="{color}" points="{line}"/>'

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.fleet import PICTURE, RESULTS, picture
 from tests.integration.test_replay_predicted import transferd
-from transferd.cli.replay.fleet import Costs, Fleet, FleetPoint, Pool, _Run, fleet_point, times
+from transferd.cli.replay.fleet import Fleet, FleetCosts, FleetPoint, FleetPool, FleetRun, fleet_point, times
 from transferd.cli.replay.predicted import virtually
 from transferd.cli.replay.simulate import Wanted, run
 from transferd.cli.replay.sizing import BlockSizes, LevelSizes, Rates, size_point
@@ -30,7 +30,7 @@ CHAIN = tuple(range(8))
 
 
 def predicted(requests: list[TraceRequest], fleet: Fleet, sizes: BlockSizes = SIZES) -> FleetPoint:
-    return fleet_point(requests, sizes, replace(RATES, storage=RATES.storage[: len(sizes.levels)]), Costs(), fleet)
+    return fleet_point(requests, sizes, replace(RATES, storage=RATES.storage[: len(sizes.levels)]), FleetCosts(), fleet)
 
 
 def asked(*at: float, chain: tuple[int, ...] = CHAIN) -> list[TraceRequest]:
@@ -92,10 +92,10 @@ def test_a_disk_has_its_objects_after_a_restart() -> None:
 def test_every_object_of_a_pool_lies_in_the_memory_of_a_node() -> None:
     sizes = replace(SIZES, levels=(replace(MEMORY, capacity=10 * STORED), replace(POOL, lent=20 * STORED)))
     for event in ("upgrade", "drain"):
-        prediction = _Run(generated_workload(3, 40), sizes, RATES, Fleet(3, "random", event))
+        prediction = FleetRun(generated_workload(3, 40), sizes, RATES, Fleet(3, "random", event))
         virtually(prediction.play())
         pool = prediction.pool
-        assert isinstance(pool, Pool)
+        assert isinstance(pool, FleetPool)
         held = pool.statistics()["objects"]
         assert len(pool._holders) == held > 40, "it is nearly full"
         assert sum(pool._room.values()) == 3 * 20 - held
@@ -122,7 +122,7 @@ def test_more_users_have_habits_of_their_own_and_the_same_system_prompts() -> No
 
 def test_walls_are_what_the_costs_say() -> None:
     requests = [TraceRequest(hash_ids=tuple(range(8 * n, 8 * n + 8)), timestamp=1000.0 * n) for n in range(11)]
-    costs = Costs(index_bytes=100, lookup_s=0.01, event_s=0.05, master_bytes=10, master_s=0.001)
+    costs = FleetCosts(index_bytes=100, lookup_s=0.01, event_s=0.05, master_bytes=10, master_s=0.001)
     sizes = replace(SIZES, keys=4.0, ranks=2)
     walls = fleet_point(requests, sizes, RATES, costs, Fleet(1, "load")).walls
     assert walls["index memory"] == {"amount": 88 * 8 * 100, "share": 88 * 8 * 100 / (300 * STORED)}
@@ -170,7 +170,13 @@ def test_the_command_predicts_fleets(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_option_of_a_fleet_is_one_line(wanted: dict[str, Any], said: str) -> None:
-    good = {"prefill_rate": 1e4, "load_rates": "20GB,20GB,10GB", "nodes": "4", "levels": "memory=1GB", "pool": "1GB"}
+    good: dict[str, Any] = {
+        "prefill_rate": 1e4,
+        "load_rates": "20GB,20GB,10GB",
+        "nodes": "4",
+        "levels": "memory=1GB",
+        "pool": "1GB",
+    }
     with pytest.raises(RequestError) as raised:
         run(asked(0), Wanted(**(good | wanted)), config=None, ranks=None, chart_file=None, as_json=True)
     assert said in str(raised.value)

@@ -16,7 +16,7 @@ from transferd import Client
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.cli.replay.engine import ReplayEngine, Tiers
-from transferd.cli.replay.fleet import Costs, Fleet, fleet_point
+from transferd.cli.replay.fleet import Fleet, FleetCosts, fleet_point
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.sizing import BlockSizes, Rates
@@ -105,7 +105,7 @@ def test_a_predicted_fleet_has_the_hits_of_a_real_one(sizes: str, tmp_path: Path
     footprint = BlockSizes.of(from_tree(settings(memory, pool, "127.0.0.1:1")))
     real = asyncio.run(real_hits(requests, memory, pool, tmp_path))
     rates = Rates(host=1e9, storage=(1e9, 1e9), prefill=1e4)
-    predicted = fleet_point(requests, footprint, rates, Costs(), Fleet(NODES, "random"))
+    predicted = fleet_point(requests, footprint, rates, FleetCosts(), Fleet(NODES, "random"))
     for place, share in real.items():
         print(f"{sizes}, {place}: {share:.2%} real, {predicted.hit_rate[place]:.2%} predicted")
     for place, share in real.items():

@@ -33,7 +33,7 @@ WINDOW_S = 10.0  # a peak is a mean over so long
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class FleetCosts:
     """What adds up in a fleet, as `python -m benchmarks.fleet_costs` measures it; a look-up: docs/measurements.md."""
 
     index_bytes: float = 230.0  # of a daemon's memory, for an object that it knows
@@ -81,7 +81,7 @@ class FleetPoint:
         return 1.0 - self.hit_rate["computed"]
 
 
-class Pool(NoBytes):
+class FleetPool(NoBytes):
     """A level of all nodes, and the node in whose memory each object lies: its writer's, if that has room.
 
     each: objects for which a node lends memory; None for a bucket, which is on no node.
@@ -148,7 +148,7 @@ class Pool(NoBytes):
             self._room[holder] += 1
 
 
-class Node:
+class FleetNode:
     """One node: an engine before a daemon, and how much of its time is taken."""
 
     def __init__(self, number: int, engine: ReplayEngine, daemon: PredictedDaemon, report: ReplayReport) -> None:
@@ -167,7 +167,7 @@ class Node:
         return len(chain)
 
 
-class _Run:
+class FleetRun:
     """One prediction."""
 
     def __init__(self, requests: Sequence[TraceRequest], sizes: BlockSizes, rates: Rates, fleet: Fleet) -> None:
@@ -176,10 +176,10 @@ class _Run:
         self.token_s = TRACE_BLOCK_TOKENS / rates.prefill  # to compute a block
         self.requests = times(requests, fleet.copies)
         self.chance = random.Random(0)
-        self.nodes: list[Node] = []  # that take requests
-        self.gone: list[Node] = []
+        self.nodes: list[FleetNode] = []  # that take requests
+        self.gone: list[FleetNode] = []
         self.disks: list[tuple[NoBytes, LevelSizes]] = []
-        self.pool: Pool | None = None
+        self.pool: FleetPool | None = None
         self.pool_s = 0.0  # to load a block from it
         self.blocks: Counter[str] = Counter()  # by place
         self.first_token_s: list[float] = []
@@ -192,7 +192,7 @@ class _Run:
         for level, rate in zip(self.sizes.levels, self.rates.storage, strict=True):
             if level.lent is not None:
                 each = level.lent // level.stored or None
-                self.pool, self.pool_s = Pool(0 if each else distinct, lambda: 0.0, each), level.stored / rate
+                self.pool, self.pool_s = FleetPool(0 if each else distinct, lambda: 0.0, each), level.stored / rate
         for number in range(self.fleet.nodes):
             self.nodes.append(await self.started(number))
         events = self.events()
@@ -203,7 +203,7 @@ class _Run:
             chain = list(dict.fromkeys(request.hash_ids))[: self.sizes.device_blocks]
             await self.serve(self.choose(chain, now), request, chain, now)
 
-    async def started(self, number: int, before: Node | None = None) -> Node:
+    async def started(self, number: int, before: FleetNode | None = None) -> FleetNode:
         """A node that begins, with the disks that it had before."""
         media: list[NoBytes | None] = []
         given = []
@@ -222,7 +222,7 @@ class _Run:
         if self.pool is not None:
             self.pool.join_in(number)
         tiers = Tiers(self.sizes.device_blocks, self.sizes.host_pool // self.sizes.host, storage=True)
-        return Node(number, ReplayEngine(daemon, BlocksWithoutBytes(), tiers, report, AtOnce()), daemon, report)
+        return FleetNode(number, ReplayEngine(daemon, BlocksWithoutBytes(), tiers, report, AtOnce()), daemon, report)
 
     def events(self) -> list[tuple[float, int, str]]:
         """When what happens to which node."""
@@ -248,7 +248,7 @@ class _Run:
             new.free_at = max(old.free_at, new.away_until)
             self.nodes.append(new)
 
-    def choose(self, chain: Sequence[int], now: float) -> Node:
+    def choose(self, chain: Sequence[int], now: float) -> FleetNode:
         nodes = [node for node in self.nodes if node.away_until <= now] or self.nodes
         if self.fleet.router == "random":
             return self.chance.choice(nodes)
@@ -256,14 +256,14 @@ class _Run:
             return min(nodes, key=lambda node: (max(node.free_at, now), self.chance.random()))
         pooled = 0 if self.pool is None else self.pool.leading(chain)
 
-        def first_token_s(node: Node) -> float:
+        def first_token_s(node: FleetNode) -> float:
             own = node.leading(chain)
             computed = len(chain) - max(own, pooled)
             return max(0.0, node.free_at - now) + computed * self.token_s + max(0, pooled - own) * self.pool_s
 
         return min(nodes, key=lambda node: (first_token_s(node), self.chance.random()))
 
-    async def serve(self, node: Node, request: TraceRequest, chain: Sequence[int], now: float) -> None:
+    async def serve(self, node: FleetNode, request: TraceRequest, chain: Sequence[int], now: float) -> None:
         window, pool = int(now // WINDOW_S), self.pool
         node.daemon.now = now
         if pool is not None:
@@ -285,7 +285,7 @@ class _Run:
         if pool is not None:
             self.network[window] += pool.moved - moved
 
-    def point(self, costs: Costs) -> FleetPoint:
+    def point(self, costs: FleetCosts) -> FleetPoint:
         total, nodes = self.blocks.total() or 1, [*self.nodes, *self.gone]
         seconds = max(1.0, (self.requests[-1].timestamp - self.requests[0].timestamp) / 1000)
         busy: Counter[int] = Counter()
@@ -308,7 +308,7 @@ class _Run:
             walls=self.walls(costs, nodes, seconds),
         )
 
-    def walls(self, costs: Costs, nodes: Sequence[Node], seconds: float) -> dict[str, dict[str, float]]:
+    def walls(self, costs: FleetCosts, nodes: Sequence[FleetNode], seconds: float) -> dict[str, dict[str, float]]:
         """Amounts are those of all ranks. A share is of one core, or of the memory that one node gives to the store."""
         keys, each = self.sizes.keys, self.sizes.keys * self.sizes.ranks  # objects of a block
         known, most = 0, 0.0
@@ -336,10 +336,10 @@ def _wall(amount: float, most: float) -> dict[str, float]:
 
 
 def fleet_point(
-    requests: Sequence[TraceRequest], sizes: BlockSizes, rates: Rates, costs: Costs, fleet: Fleet
+    requests: Sequence[TraceRequest], sizes: BlockSizes, rates: Rates, costs: FleetCosts, fleet: Fleet
 ) -> FleetPoint:
     """Predict one fleet. Each level of `sizes` has its capacity on a node, or what a node lends to it."""
-    run = _Run(requests, sizes, rates, fleet)
+    run = FleetRun(requests, sizes, rates, fleet)
     virtually(run.play())
     return run.point(costs)
 
@@ -364,7 +364,7 @@ def times(requests: Sequence[TraceRequest], copies: int) -> list[TraceRequest]:
     return sorted(all_requests, key=lambda request: request.timestamp)
 
 
-def tree(points: Sequence[FleetPoint], rates: Rates, costs: Costs) -> dict[str, Any]:
+def tree(points: Sequence[FleetPoint], rates: Rates, costs: FleetCosts) -> dict[str, Any]:
     """The result as plain data."""
     return {"rates": asdict(rates), "costs": asdict(costs), "points": [asdict(point) for point in points]}
 
@@ -400,10 +400,10 @@ def print_points(points: Sequence[FleetPoint], console: Console) -> None:
         console.print(f"{points[0].truncated:,} requests are longer than a device; only what fits there was counted")
 
 
-def costs_from(text: str) -> Costs:
+def costs_from(text: str) -> FleetCosts:
     """From `lookup_s=2e-6,…`. Raises ValueError."""
     named = dict(part.split("=", 1) for part in text.split(",") if part.strip())
-    known = {field.name for field in fields(Costs)}
+    known = {field.name for field in fields(FleetCosts)}
     if unknown := named.keys() - known:
         raise ValueError(f"no such cost: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
-    return Costs(**{name.strip(): float(value) for name, value in named.items()})
+    return FleetCosts(**{name.strip(): float(value) for name, value in named.items()})

@@ -92,28 +92,28 @@ def run(
         print_points(points, rates, stdout())
 
 
-OWN = ("memory", "file")  # levels of a node
+POOL = "mooncake"  # what `--pool` sets up
 
 
 def with_levels(tree: dict[str, Any], levels: str | None, pool: str | None) -> dict[str, Any]:
     """The configuration with these levels of a node, and this much memory that it lends to a pool of all below them."""
     storage = tree["storage"]
     configured = storage.get("levels") or [storage["backend"]]
-    own = [name for name in configured if name in OWN]
-    shared = [name for name in configured if name not in (*OWN, NO_BACKEND)]
+    own = [name for name in configured if _is_own(name)]
+    shared = [name for name in configured if not _is_own(name) and name != NO_BACKEND]
     if levels is not None:
         own = []
         for part in levels.split(","):
             name, _, size = part.strip().partition("=")
-            if name not in OWN or not size:
+            if not _is_own(name) or not size:
                 raise RequestError(f"--levels {levels}: expected levels of a node, such as memory=256GB,file=4TB")
             storage[name] = storage.get(name, {}) | {"capacity": _sizes("--levels", size)[0]}
             own.append(name)
     if pool is not None:
         lent = _sizes("--pool", pool)[0]
         section = {"master_server_addr": "predicted:0", "global_segment_size": lent, "local_buffer_size": 0}
-        storage["mooncake"] = storage.get("mooncake", {}) | section
-        shared = ["mooncake"] * bool(lent) + [name for name in shared if name != "mooncake"]
+        storage[POOL] = storage.get(POOL, {}) | section
+        shared = [*[POOL] * bool(lent), *(name for name in shared if name != POOL)]
     names = [*own, *shared]
     storage.pop("backend" if len(names) > 1 else "levels", None)
     storage |= {"levels": names} if len(names) > 1 else {"backend": names[0] if names else NO_BACKEND}
@@ -121,6 +121,11 @@ def with_levels(tree: dict[str, Any], levels: str | None, pool: str | None) -> d
         name: one for name, one in storage.get("level", {}).items() if name in storage.get("levels", ())
     }
     return tree
+
+
+def _is_own(name: str) -> bool:
+    """Whether a level of this name is a node's own: its section has a capacity."""
+    return hasattr(getattr(configuration.StorageSection(), name, None), "capacity")
 
 
 def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSizes, *, as_json: bool) -> None:
