@@ -20,7 +20,7 @@ from transferd.config.loading import (
     from_tree,
     load,
     origins,
-    retired,
+    outdated,
     to_tree,
 )
 from transferd.config.rules import (
@@ -84,6 +84,6 @@ __all__ = [
     "from_tree",
     "load",
     "origins",
-    "retired",
+    "outdated",
     "to_tree",
 ]

@@ -280,6 +280,8 @@ def _storage(parts: Parts) -> rows.StorageReport:
     report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
     report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
     rows.as_levels(report)
+    for level in report.levels if "pinned" in found else ():
+        level.holdings = parts.engines.holdings.report(level.name)
     return report
 
 

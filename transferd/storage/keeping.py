@@ -15,8 +15,8 @@ import asyncio
 import dataclasses
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
@@ -40,13 +40,14 @@ class PinState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One owner's objects in a store. share: bytes kept for the owner."""
+    """One owner's objects in a store. share: bytes kept for the owner. evicted: as in Account."""
 
     owner: Hashable
     objects: int = 0
     bytes: int = 0
     share: int = 0
     pinned: int = 0  # bytes
+    evicted: Mapping[Hashable, int] = field(default_factory=dict)
 
     def __add__(self, other: Holding) -> Holding:
         """The sum of the same owner's objects in two stores."""
@@ -56,6 +57,7 @@ class Holding:
             self.bytes + other.bytes,
             self.share + other.share,
             self.pinned + other.pinned,
+            Counter(self.evicted) + Counter(other.evicted),
         )
 
 
@@ -99,6 +101,10 @@ class Keeper(abc.ABC):
     @abc.abstractmethod
     def holdings(self) -> list[Holding]:
         """The objects of each owner."""
+
+    def of_level(self, name: str) -> Keeper | None:  # noqa: ARG002 - a store of one backend is one level
+        """That of one level of storage alone, if it has one."""
+        return self
 
     @abc.abstractmethod
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
@@ -257,7 +263,8 @@ class IndexKeeper(Keeper):
     def holdings(self) -> list[Holding]:
         capacity = self._index.capacity
         return [
-            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned) for one in self._index.accounts()
+            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned, one.evicted)
+            for one in self._index.accounts()
         ]
 
     # --- purge --------------------------------------------------------------------------------------

@@ -574,6 +574,8 @@ class LruIndex:
             account.objects -= 1
             self.bytes -= size
             self.used -= size
+            if why == EVICTED:
+                account.evicted[whose] = account.evicted.get(whose, 0) + 1
             if not account.used:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))
