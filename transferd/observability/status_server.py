@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import PageParts, front_page, live_page, story_page
 from transferd.observability.report import Report, tree
@@ -128,7 +127,7 @@ class StatusServer:
 
 
 def _shown(report: Report) -> dict[str, Any]:
-    return {"report": tree(report), "concerns": concerns(report)}
+    return {"report": tree(report)}
 
 
 def _status(report: Report) -> Page:
