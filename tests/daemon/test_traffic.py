@@ -80,6 +80,9 @@ def test_a_daemon_says_where_a_block_has_gone_and_why_look_ups_miss(tmp_path: Pa
         write("w2", "a", "b", "c")
         assert client.exists(["old"]) == [False]
         assert misses() == {"never_stored": 1, "evicted": 1}
+        (level,) = client.stats()["storage"]["levels"]
+        (mine,) = level["holdings"]
+        assert (mine["engine"], mine["objects"], mine["evicted"]) == ("default", 3, {"default": 1})
         (gone,) = client.why("old")
         (evicted,) = gone["history"]
         assert gone["there"] == {}
