@@ -61,7 +61,6 @@ async def draw(directory: Path, seconds: float = 12.0) -> None:
         browser.resize(*SIZES["page"])
         browser.open(f"http://127.0.0.1:{port}/")
         browser.until("document.getElementById('state')?.textContent === 'ready'")
-        browser.picture(directory / "page_empty.png")
         async with AsyncExitStack() as stack:
             clients = {}
             for name in NAMES:
