@@ -50,7 +50,10 @@ LEDGER = [
         "`busy`",
     ),
     Row(
-        "bytes in flight, per lane", "`tuning.server.max_inflight_bytes`", "an engine that registers: a quarter", "`busy`"
+        "bytes in flight, per lane",
+        "`tuning.server.max_inflight_bytes`",
+        "an engine that registers: a quarter",
+        "`busy`",
     ),
     Row(
         "pushes that join one task; ids in one request", "{0}; {1}", NO_USER, "`busy`; refused",

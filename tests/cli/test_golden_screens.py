@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -141,10 +142,12 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser | None
 
 
 def page_of(report: Report, browser: Browser) -> list[str]:
-    history = {name: [] for name in ("ago_s", "tasks_per_s", "bytes_per_s", "p99_s", "hit_share")}
-    live = {"report": tree(report), "not_ready": "", "tasks": [], "listed": None, "history": history}
+    history: dict[str, list[float]] = {
+        name: [] for name in ("ago_s", "tasks_per_s", "bytes_per_s", "p99_s", "hit_share")
+    }
+    live: dict[str, Any] = {"report": tree(report), "not_ready": "", "tasks": [], "listed": None, "history": history}
     text = browser.ask(f"(draw({json.dumps(live, default=str)}), document.body.innerText)")
-    assert browser.ask("document.getElementById('start').hidden") is bool(report.engines and report.totals.done)
+    assert not browser.ask("document.getElementById('start').hidden"), "no client is connected to any of these"
     return str(text).splitlines()
 
 

@@ -14,7 +14,7 @@ import msgspec
 from transferd.config import personal
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
-from transferd.config.sections import Config
+from transferd.config.sections import Config, LevelSection
 from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import convert, tomllib
@@ -29,16 +29,9 @@ BY_GPU = "the kind of GPU decides (transferd/tiers/cuda/tuning.py)"
 A_QUARTER = "each engine that registers may take a quarter of the bound in [server]"
 # Retired keys, and what decides in their place. They are accepted without effect until release 0.5.
 RETIRED = {
-    "cuda.copies": BY_GPU,
-    "cuda.straight_from": BY_GPU,
-    "cuda.loads_straight_from": BY_GPU,
-    "cuda.grid": BY_GPU,
-    "cuda.slots": BY_GPU,
-    "cuda.slot_bytes": BY_GPU,
-    "cuda.largest_dma": BY_GPU,
-    "engines.max_queued_tasks": A_QUARTER,
-    "engines.max_queued_bytes": A_QUARTER,
-    "engines.max_inflight_bytes": A_QUARTER,
+    **{f"cuda.{key}": BY_GPU for key in ("copies", "straight_from", "loads_straight_from", "grid", "slots")},
+    **{f"cuda.{key}": BY_GPU for key in ("slot_bytes", "largest_dma")},
+    **{f"engines.max_{key}": A_QUARTER for key in ("queued_tasks", "queued_bytes", "inflight_bytes")},
 }
 # Settings that nobody sets: they stand in [tuning], each below the name of its section, which may still have it.
 TUNING = {
@@ -169,21 +162,12 @@ TAKES_EFFECT = {
     "storage.memory.capacity",
     "storage.scrub_rate",
 }
-OF_A_LEVEL = {
-    "write",
-    "promote",
-    "write_back",
-    "write_back_bytes",
-    "write_back_max_age",
-    "recheck",
-}  # of storage.level.NAME
 
 
 def takes_effect(key: str) -> bool:
     """Whether a setting can change while the daemon runs (daemon/reload.py)."""
-    key = key.removeprefix("tuning.")
-    level, _, of_it = key.removeprefix("storage.level.").rpartition(".")
-    return key in TAKES_EFFECT or (key.startswith("storage.level.") and bool(level) and of_it in OF_A_LEVEL)
+    level = re.fullmatch(r"storage\.level\..+\.(\w+)", key := key.removeprefix("tuning."))
+    return key in TAKES_EFFECT or (level is not None and level[1] in LevelSection.__struct_fields__)
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:

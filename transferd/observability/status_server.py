@@ -120,14 +120,10 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, live: PageParts, query: str) -> Page:
-        return live_page({"not_ready": self._not_ready(), **self._reports.made(_shown)}, live, query)
+        return live_page({"not_ready": self._not_ready(), "report": self._reports.made(tree)}, live, query)
 
     def _status(self) -> Page:
         return self._reports.made(_status)
-
-
-def _shown(report: Report) -> dict[str, Any]:
-    return {"report": tree(report)}
 
 
 def _status(report: Report) -> Page:
