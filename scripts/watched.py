@@ -238,7 +238,7 @@ ROWS: list[tuple[int, list[Panel]]] = [  # their heights
     (8, [
         Panel("Refused connections, lost log lines", [
             Line("refused", ("reason",), positive=True), Line("log_dropped", (), "log lines lost")], wide=12),
-        Panel("Task errors, by code", [Line("errors", ("code",), positive=True)], wide=12),
+        Panel("Task errors, by engine and code", [Line("engines.errors", ("engine", "code"), positive=True)], wide=12),
     ]),
 ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -103,6 +104,8 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
     late = await client.submit(WriteStorageTask(task_id="too late", keys=["never"], gpu_block_ids=[1], timeout=0.2))
     await client.resume()
     assert late.status is Status.EXPIRED
+    failed = {name: one["errors"] for name, one in (await client.stats())["engines"].items()}
+    assert failed == {name: {} for name in names} | {last: {"expired": 1}}
     refused = await client.submit(write(LONG, ["x"], [10_000]))
     assert refused.status is Status.REJECTED
 
@@ -120,6 +123,12 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
         assert "s" in p99
         assert "iB" in held or " B" in held
         assert browser.ask("document.getElementById('start').hidden")
+        acts = browser.ask(
+            "[...document.querySelectorAll('#acts tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        assert [act[0] for act in acts[:2]] == ["resume", "pause"], "the newest first"
+        assert f"of engine {last}" in acts[0][1]
+        assert f"uid {os.getuid()}, pid {os.getpid()}" in acts[0][2]
         labels = browser.ask("[...document.querySelectorAll('#timeline text')].map((t) => t.textContent)")
         assert "now" in labels, "the time axis"
         assert any(label.startswith("−") for label in labels)

@@ -444,6 +444,7 @@ class EngineReport(ReportSection):
     paused: Annotated[bool, Gauge("whether a pause is held")] = False
     draining: bool = False  # a drain is held, or it leaves
     rejects: Annotated[Counts, Count("its tasks refused, by code", label="code")] = {}
+    errors: Annotated[Counts, Count("its admitted tasks that ended with an error", "task_errors", "code")] = {}
     hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
     misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
     missed_for: Annotated[
