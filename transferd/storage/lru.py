@@ -581,8 +581,7 @@ class LruIndex:
         victims = []
         for entry in entries:
             del self._present[entry.name]
-            queue = self._leave_group(entry)
-            account = queue.account
+            account = (queue := self._leave_group(entry)).account
             size = self.size(entry.nbytes)
             account.used -= size
             account.objects -= 1
