@@ -143,7 +143,7 @@ def serve(
     if sources.get("server.endpoint") == configuration.PERSONAL:
         where = f"serving at {effective.server.endpoint}, where this user's commands look for it"
         logs.say(f"{where}; blocks are in {effective.storage.file.path}", "info")
-    raise typer.Exit(run(effective, reload=read, warnings=configuration.retired(sources)))
+    raise typer.Exit(run(effective, reload=read, warnings=configuration.outdated(sources)))
 
 
 def verify(

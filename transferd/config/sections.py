@@ -14,7 +14,6 @@ DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
-SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
