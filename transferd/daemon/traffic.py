@@ -12,6 +12,7 @@ from transferd.observability.key_trace import KeyTrace
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import InPieces
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Noted, Storage
 from transferd.storage.queues import STORED, EngineOwner
@@ -104,7 +105,7 @@ class KeyTraffic:
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
         self._storage, self.admission = storage, admission
         self._now = clock.monotonic
-        self._what_if = WhatIf(clock.monotonic)
+        self._what_if, self._following = WhatIf(clock.monotonic), InPieces()
         self._history = KeyHistory(clock.monotonic)
         self.trace = KeyTrace(clock.monotonic)
         self._missed: dict[str, _Missed] = {}
@@ -116,7 +117,7 @@ class KeyTraffic:
 
     def looked_up(self, engine: LooksUp, keys: Sequence[str], missing: int | None) -> None:
         """Note a look-up of a chain of blocks. missing: the position of the first one that is not there."""
-        self._what_if.looked_up(engine.name, keys, self._came(engine))
+        self._following.run(self._what_if.looked_up(engine.name, keys, self._came(engine)))
         self.trace.looked_up(engine.name, keys, engine.block_size)
         missed = self._missed.setdefault(engine.name, _Missed())
         if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
@@ -135,12 +136,12 @@ class KeyTraffic:
             return
         done = len(result.block_ids)
         if task.lane is Lane.WRITE and done:
-            self._what_if.stored(engine.name, keys[:done], self._came(engine))
+            self._following.run(self._what_if.stored(engine.name, keys[:done], self._came(engine)))
         elif task.lane is Lane.READ and not asks and result.error is None:
             self.looked_up(engine, keys, done if done < len(keys) else None)
 
     def left(self, engine: str) -> None:
-        self._what_if.left(engine)
+        self._following.run(self._what_if.left(engine))
         self._missed.pop(engine, None)
         self._engines.pop(engine, None)
 
