@@ -134,8 +134,9 @@ def _patient(block: int) -> Task:
 
 async def queue(here: Crowd, count: int) -> list[asyncio.Future[Any]]:
     """Queue so many swaps behind a pause."""
-    waiting = [asyncio.ensure_future(here.client.submit(_patient(n % 64))) for n in range(count)]
-    while (await here.client.stats())["queued"] < count:
+    waiting: list[asyncio.Future[Any]] = []
+    waiting.extend(asyncio.ensure_future(here.client.submit(_patient(n % 64))) for n in range(count))
+    while (await here.client.stats())["queued"] < count:  # noqa: ASYNC110 - the daemon is another process
         await asyncio.sleep(0.05)
     return waiting
 

@@ -51,6 +51,7 @@ from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 
+AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
 # Steps of the flight recorder, made once.
@@ -103,6 +104,7 @@ class Dispatcher:
         self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, TaskState] = {}  # queued, running, cancelling
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
+        self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable(ranges)
@@ -185,6 +187,14 @@ class Dispatcher:
     def admitted(self) -> Iterable[TaskState]:
         """All tasks that are admitted and not yet answered: a live view, so read it at once and do not change it."""
         return self._records.values()
+
+    def record(self, task_id: str) -> TaskState | None:
+        """An admitted task that is not yet answered; do not change it."""
+        return self._records.get(task_id)
+
+    def waits(self, client: bytes) -> int:
+        """For how many tasks a client waits."""
+        return len(self._waits.get(client, ()))
 
     @property
     def queued(self) -> int:
@@ -291,6 +301,7 @@ class Dispatcher:
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
             self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
+            self._waits.setdefault(event.client, {})[task_id] = record
         else:  # a straggling rank still holds its blocks, or it has too many waiters
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
         return True
@@ -311,6 +322,7 @@ class Dispatcher:
         )
         record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
+        self._waits.setdefault(event.client, {})[task.task_id] = record
         self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
         self._lanes.enter(record)
@@ -411,15 +423,17 @@ class Dispatcher:
     # --- ending early -------------------------------------------------------------------------------
 
     def _client_gone(self, event: ev.ClientGone) -> None:
-        abandoned = []
-        for record in self._records.values():
-            waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
-            if record.waiters and not waiters:  # this was the last client that waited
-                abandoned.append(record)
-            record.waiters = waiters
-        for record in reversed(abandoned):  # the newest first: the end of one would start those that wait for it
-            self._recorder.note(record.task_id, "no client waits", event.client)
-            self._end(record, Stop.CANCELLED, event.now)
+        waits = self._waits.get(event.client, {})
+        for _ in range(min(len(waits), AT_ONCE)):  # the newest first: the end of one would start those that wait for it
+            _, record = waits.popitem()
+            record.waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
+            if not record.waiters:  # this was the last client that waited
+                self._recorder.note(record.task_id, "no client waits", event.client)
+                self._end(record, Stop.CANCELLED, event.now)
+        if waits:
+            self._out.append(ev.Again(event))
+            return
+        self._waits.pop(event.client, None)
         for hold in self._gate.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()
@@ -536,6 +550,11 @@ class Dispatcher:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
+            waits = self._waits.get(client)
+            if waits is not None:  # else it waited twice
+                waits.pop(task_id, None)
+                if not waits:
+                    del self._waits[client]
         self._out.append(ev.Publish(task, result))
         record.task, record.waiters = None, []
         del self._records[task_id]

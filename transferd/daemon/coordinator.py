@@ -106,6 +106,7 @@ class Coordinator:
             ev.Publish: self._publish,
             ev.WakeAt: self._wake_at,
             ev.Unblock: self._unblock,
+            ev.Again: self._again,
         }
         dispatcher.notified_by(self._bytes_free)
 
@@ -286,7 +287,9 @@ class Coordinator:
     def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
         if isinstance(instruction, ev.WakeAt):
             self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early; leads to the next WakeAt
-        elif isinstance(instruction, ev.Unblock) or (job is not None and self._jobs.get(job.task.task_id) is job):
+        elif isinstance(instruction, ev.Unblock | ev.Again) or (
+            job is not None and self._jobs.get(job.task.task_id) is job
+        ):
             self._carry_out([instruction])
 
     def _start(self, start: ev.Start) -> None:
@@ -365,6 +368,9 @@ class Coordinator:
         notify = unblock.claim.table.notify
         assert notify is not None
         notify(unblock.claim)
+
+    def _again(self, again: ev.Again) -> None:
+        asyncio.get_running_loop().call_soon(self._hear, again.event)
 
     def _bytes_free(self, claim: Claim) -> None:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
@@ -447,4 +453,4 @@ def _task_id(instruction: ev.Instruction) -> str:
         return instruction.task.task_id
     if isinstance(instruction, ev.Reply):
         return instruction.result.task_id
-    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock) else instruction.task_id
+    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock | ev.Again) else instruction.task_id

@@ -30,7 +30,7 @@ REJECTS = (
     "too_often",
 )
 ERRORS = ("storage_full", "expired")
-EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock", "Again")
 # Why the first missing block of a look-up was not there: it has left its last level, or was never in one.
 MISSED_FOR = (
     *("never_stored", "evicted", "purged", "damaged", "gone"),
