@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -250,9 +250,44 @@ async def with_queued(count: int) -> tuple[Crowd, dict[str, Cost]]:
         return here, found
 
 
-THINGS: dict[str, Callable[[int], Awaitable[tuple[Crowd, dict[str, Cost]]]]] = {
+THINGS: dict[str, Callable[[int], Coroutine[Any, Any, tuple[Crowd, dict[str, Cost]]]]] = {
     "objects": with_objects,
     "engines": with_engines,
     "queued tasks": with_queued,
 }
 SIZES = {"objects": (1_000, 100_000, 1_000_000), "engines": (1, 100, 1_000), "queued tasks": (100, 10_000, 100_000)}
+
+# --- the table and the gate -----------------------------------------------------------------------------------------
+
+WITH_ALL = {"engines": REPORTS}  # a report has a row for each engine, so these may grow with them
+MOST, NOISE_US = 3.0, 500.0  # times, and microseconds besides: caches of the CPU, not steps of ours
+LONGEST_MS = 50.0
+
+
+def measure(sizes: Mapping[str, Sequence[int]] = SIZES) -> dict[str, Any]:
+    """All calls at all sizes, in JSON types: for each thing its sizes, and a column of figures for each of them."""
+    found: dict[str, Any] = {}
+    for thing, counts in sizes.items():
+        columns = []
+        for count in counts:
+            here, each = asyncio.run(THINGS[thing](count))
+            calls_us = {name: [cost.loop_us, cost.all_us] for name, cost in each.items()}
+            figures = {"each_us": here.each_us, "each_bytes": here.each_bytes, "longest_ms": here.longest_ms}
+            columns.append(figures | {"calls": calls_us})
+        found[thing] = {"sizes": list(counts), "columns": columns}
+    return found
+
+
+def grown(found: Mapping[str, Any]) -> list[str]:
+    """What costs more than MOST times as much at a larger size, or holds the loop for longer than LONGEST_MS."""
+    problems = []
+    for thing, one in found.items():
+        first = one["columns"][0]["calls"]
+        for size, column in zip(one["sizes"], one["columns"], strict=True):
+            if column["longest_ms"] > LONGEST_MS:
+                problems.append(f"{size:,} {thing}: a step of the loop took {column['longest_ms']:.0f} ms of CPU")
+            for name, (loop_us, _) in column["calls"].items():
+                few_us = first[name][0]
+                if name not in WITH_ALL.get(thing, ()) and loop_us > MOST * few_us + NOISE_US:
+                    problems.append(f"{size:,} {thing}: {name} costs {loop_us:,.0f} us, and {few_us:,.0f} with few")
+    return problems
