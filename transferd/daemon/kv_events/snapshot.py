@@ -81,12 +81,18 @@ def _in_order(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         waiting.update((block.hash, block) for block in blocks[first : first + A_STEP])
         yield []
     batch: list[Block] = []
+    steps = 0
     for block in blocks:
         line: list[Block] = []
         above: Block | None = block
         while above is not None and waiting.pop(above.hash, None) is not None:
             line.append(above)
             above = None if above.parent is None else waiting.get(above.parent)
+            if len(line) % A_STEP == 0:  # a chain may have all blocks
+                yield []
+        steps += 1
+        if steps % A_STEP == 0:  # those that were in others' lines
+            yield []
         for one in reversed(line):
             batch.append(one)
             if len(batch) == BLOCKS_PER_BATCH:
