@@ -80,7 +80,7 @@ def test_as_ordinary_batches_it_clears_first_and_has_parents_before_their_childr
 
 @pytest.mark.parametrize("leaf_first", [True, False])
 def test_a_chain_of_all_blocks_is_put_in_order_in_short_steps(leaf_first: bool) -> None:
-    """One chain, and its leaf comes first: then all are in the first block's line, and the others have nothing to do."""
+    """One chain whose leaf comes first: all are in the first block's line, and the others have nothing to do."""
     count = 8 * A_STEP
     chain = [Block(number, number - 1 if number else None, False, None) for number in range(count)]
     looked = 0

@@ -81,8 +81,7 @@ def _in_order(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         waiting.update((block.hash, block) for block in blocks[first : first + A_STEP])
         yield []
     batch: list[Block] = []
-    steps = 0
-    for block in blocks:
+    for number, block in enumerate(blocks, 1):
         line: list[Block] = []
         above: Block | None = block
         while above is not None and waiting.pop(above.hash, None) is not None:
@@ -90,8 +89,7 @@ def _in_order(blocks: Sequence[Block]) -> Iterator[list[Block]]:
             above = None if above.parent is None else waiting.get(above.parent)
             if len(line) % A_STEP == 0:  # a chain may have all blocks
                 yield []
-        steps += 1
-        if steps % A_STEP == 0:  # those that were in others' lines
+        if number % A_STEP == 0:  # those that were in others' lines
             yield []
         for one in reversed(line):
             batch.append(one)
