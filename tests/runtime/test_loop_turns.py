@@ -187,12 +187,8 @@ def test_work_in_pieces_can_be_done_at_once(time: Time) -> None:
     assert log == ["a0", "a1", "a2"]
 
 
-async def test_work_in_pieces_begins_at_once_and_goes_on_in_later_turns_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    time, log = Time(), list[str]()
-    monkeypatch.setattr(module, "now", lambda: time.now)
-    pieces = InPieces()
+async def test_work_in_pieces_begins_at_once_and_goes_on_in_later_turns_in_order(time: Time) -> None:
+    log, pieces = list[str](), InPieces()
     pieces.run(works(log, "a", 3, time, PIECE_S))
     pieces.run(works(log, "b", 2, time, PIECE_S / 4))
     assert log == ["a0"], "the second waits for the first"
