@@ -108,8 +108,9 @@ class Listing:
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
-        """Rows of active tasks, with the newest step of each rank, from one pass through the recorder."""
-        steps = self._recorder.last_steps({(engine.name, record.task_id) for engine, record in found})
+        """Rows of active tasks, with the newest step of each rank, from one pass through the recorder if any runs."""
+        running = {(engine.name, record.task_id) for engine, record in found if record.state is not State.QUEUED}
+        steps = self._recorder.last_steps(running)
         return [self._waiting(engine, record, steps.get((engine.name, record.task_id), {})) for engine, record in found]
 
     def _waiting(self, engine: HostedEngine, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:

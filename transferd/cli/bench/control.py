@@ -98,6 +98,8 @@ async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
     async with Client(daemon.endpoint) as client:
         data = await prepare(client, tasks, ranks)
         echoes: list[float] = []
+        for name, make in kinds[:2]:
+            rows.append(await _cpu_row(f"{name}, CPU of daemon and client, TP{ranks}", daemon.pid, client, make))
         for name, make in kinds:
             await p50_us(client.submit, make)  # warm-up
             beside, medians = [], []
@@ -149,6 +151,39 @@ async def p50_us(
         if result.status not in (Status.OK, Status.MISS):
             raise RuntimeError(f"a benchmark task ended badly: {result}")
     return statistics.median(trips) * 1e6
+
+
+async def _cpu_row(name: str, pid: int, client: Client, make: Callable[[], Task]) -> Row:
+    """What a task costs beside a fixed piece of plain Python in the same seconds, which slows down as it does."""
+    await p50_us(client.submit, make)  # warm-up
+    costs, beside = [], []
+    for _ in range(RUNS):
+        beside.append(yardstick_us())
+        before = cpu_seconds(pid) + time.process_time()
+        await p50_us(client.submit, make)
+        costs.append((cpu_seconds(pid) + time.process_time() - before) / TASKS * 1e6)
+        beside.append(yardstick_us())
+    return row(name, costs, "us", statistics.median(beside), "us of plain Python")
+
+
+def yardstick_us(rounds: int = 100) -> float:
+    """Microseconds of CPU of a fixed piece of plain Python: calls, attributes, dicts, lists and strings."""
+
+    class Piece:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def next(self) -> int:
+            return self.number + 1
+
+    before = time.thread_time()
+    for _ in range(rounds):
+        kept: dict[str, Piece] = {}
+        for number in range(200):
+            kept[f"piece {number}"] = Piece(number)
+        found = [piece.next() for piece in kept.values()]
+        assert sum(found) == 20_100
+    return (time.thread_time() - before) / rounds * 1e6
 
 
 async def _rate(client: Client, make: Callable[[], Task]) -> float:
