@@ -62,6 +62,7 @@ class ReportMemory:
             while True:
                 began = self._cpu()
                 try:
+                    next(made)
                     while self._cpu() - began < PIECE_S:
                         next(made)
                 except StopIteration as end:

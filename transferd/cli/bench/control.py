@@ -31,6 +31,7 @@ TASKS = 1000  # per run of a latency row
 PIPELINED = 10_000  # tasks of a pipelined run
 IN_FLIGHT = 256
 CANCELLED = 4000  # a daemon queues 4096
+BETWEEN = 10  # tasks between two pieces of plain Python
 IDLE_S = 3.0
 KEYS = [f"bench-key-{i}" for i in range(8)]
 BLOCKS = 64  # the device blocks that swaps use
@@ -154,20 +155,22 @@ async def p50_us(
 
 
 async def _cpu_row(name: str, pid: int, client: Client, make: Callable[[], Task]) -> Row:
-    """What a task costs beside a fixed piece of plain Python in the same seconds, which slows down as it does."""
+    """What a task costs beside a fixed piece of plain Python between the tasks, whose caches are as cold as theirs."""
     await p50_us(client.submit, make)  # warm-up
     costs, beside = [], []
     for _ in range(RUNS):
-        beside.append(yardstick_us())
-        before = cpu_seconds(pid) + time.process_time()
-        await p50_us(client.submit, make)
-        costs.append((cpu_seconds(pid) + time.process_time() - before) / TASKS * 1e6)
-        beside.append(yardstick_us())
+        before, yardstick = cpu_seconds(pid) + time.process_time(), 0.0
+        for _ in range(TASKS // BETWEEN):
+            yardstick += yardstick_s()
+            await p50_us(client.submit, make, BETWEEN)
+        spent = cpu_seconds(pid) + time.process_time() - before - yardstick
+        costs.append(spent / TASKS * 1e6)
+        beside.append(yardstick / (TASKS // BETWEEN) * 1e6)
     return row(name, costs, "us", statistics.median(beside), "us of plain Python")
 
 
-def yardstick_us(rounds: int = 100) -> float:
-    """Microseconds of CPU of a fixed piece of plain Python: calls, attributes, dicts, lists and strings."""
+def yardstick_s() -> float:
+    """Seconds of CPU of a fixed piece of plain Python: calls, attributes, dicts, lists and strings."""
 
     class Piece:
         def __init__(self, number: int) -> None:
@@ -177,13 +180,12 @@ def yardstick_us(rounds: int = 100) -> float:
             return self.number + 1
 
     before = time.thread_time()
-    for _ in range(rounds):
-        kept: dict[str, Piece] = {}
-        for number in range(200):
-            kept[f"piece {number}"] = Piece(number)
-        found = [piece.next() for piece in kept.values()]
-        assert sum(found) == 20_100
-    return (time.thread_time() - before) / rounds * 1e6
+    kept: dict[str, Piece] = {}
+    for number in range(200):
+        kept[f"piece {number}"] = Piece(number)
+    found = [piece.next() for piece in kept.values()]
+    assert sum(found) == 20_100
+    return time.thread_time() - before
 
 
 async def _rate(client: Client, make: Callable[[], Task]) -> float:
