@@ -311,12 +311,10 @@ class Windows:
         self._now = clock.monotonic
         self._began = self._now()
         self._forgotten = 0
-        self._series: dict[str, dict[str, _Lately]] = {}  # by engine and kind
+        self._series: dict[str, dict[str, _Lately]] = {}  # by engine, by kind
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        kinds = self._series.get(engine)
-        if kinds is None:
-            kinds = self._series[engine] = {}
+        kinds = self._series.setdefault(engine, {})
         series = kinds.get(task.lane)
         if series is None:
             series = kinds[str(task.lane)] = _Lately()
