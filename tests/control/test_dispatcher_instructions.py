@@ -10,7 +10,7 @@ import pytest
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
 from tests.support.dispatch import limits
 from transferd.control import events as ev
-from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
+from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, DispatchStatistics
 from transferd.control.gate import Hold
 from transferd.control.order import State
 from transferd.errors import InvariantError
@@ -501,3 +501,23 @@ def test_an_abandoned_task_is_stopped_only_once() -> None:
     desk.hear(ev.ClientGone(b"gone", desk.now))
     desk.hear(ev.ClientGone(b"another", desk.now))
     assert desk.stopped == [("w", Stop.CANCELLED)]
+
+
+def test_a_client_with_many_tasks_takes_them_back_in_steps_the_newest_first() -> None:
+    speaker, number = Speaker(max_queued=1024), 2 * AT_ONCE + 10
+    speaker.submit(write("stays", 0), client=b"stays")
+    for i in range(number):  # each waits for the one before it
+        speaker.submit(swap_out(f"w{i}", [1], [1]), client=b"gone")
+    event, ended, steps = ev.ClientGone(b"gone", 1.0), list[str](), 0
+    said: list[ev.Instruction] = [ev.Again(event)]
+    while said and isinstance(said[-1], ev.Again):
+        steps += 1
+        assert speaker.dispatcher.waits(b"gone") == number - len(ended)
+        said = speaker.dispatcher.handle(said[-1].event)
+        ended += [one.task.task_id for one in said if isinstance(one, ev.Publish)]
+        assert not any(isinstance(one, ev.Start) for one in said), "none is started to be stopped"
+    assert steps == 3
+    assert ended == [f"w{i}" for i in range(number - 1, 0, -1)], "the first one runs"
+    assert [one.task_id for one in said if isinstance(one, ev.StopTask)] == ["w0"]
+    assert speaker.dispatcher.task_ids == ["stays", "w0"]
+    assert speaker.dispatcher.waits(b"gone") == 0
