@@ -398,9 +398,9 @@ def test_ids_of_tasks_are_known_until_they_are_answered() -> None:
     desk = Desk()
     desk.submit(write("a", 1))
     desk.submit(write("b", 1))
-    assert desk.dispatcher.task_ids == ["a", "b"]
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["a", "b"]
     desk.finish("a")
-    assert desk.dispatcher.task_ids == ["b"]
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["b"]
 
 
 def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused() -> None:
@@ -492,7 +492,7 @@ def test_a_client_that_goes_takes_back_each_of_its_pushes() -> None:
         desk.submit(read(f"r{i}", i), client=client)
     desk.hear(ev.ClientGone(b"gone", desk.now))
     assert desk.stopped == [("r0", Stop.CANCELLED)]
-    assert desk.dispatcher.task_ids == ["r0", "r1"], "the third was still queued"
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["r0", "r1"], "the third was still queued"
 
 
 def test_an_abandoned_task_is_stopped_only_once() -> None:
@@ -519,5 +519,5 @@ def test_a_client_with_many_tasks_takes_them_back_in_steps_the_newest_first() ->
     assert steps == 3
     assert ended == [f"w{i}" for i in range(number - 1, 0, -1)], "the first one runs"
     assert [one.task_id for one in said if isinstance(one, ev.StopTask)] == ["w0"]
-    assert speaker.dispatcher.task_ids == ["stays", "w0"]
+    assert [one.task_id for one in speaker.dispatcher.admitted] == ["stays", "w0"]
     assert speaker.dispatcher.waits(b"gone") == 0

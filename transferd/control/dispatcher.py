@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +131,8 @@ class Dispatcher:
             ev.DeadlineReached: self._deadline_reached,
             ev.CacheWithdrawn: self._cache_withdrawn,
             ev.CacheReady: self._cache_ready,
-            ev.MappingsChanged: self._mappings_changed,
-            ev.HostEmptied: self._host_emptied,
+            ev.MappingsChanged: lambda event: self._contents.mappings(event.unmapped, event.outdated),
+            ev.HostEmptied: lambda _: self._contents.host_emptied(),
             ev.PauseRequested: self._pause_requested,
             ev.ResumeRequested: self._resume_requested,
             ev.DrainRequested: self._drain_requested,
@@ -177,11 +177,6 @@ class Dispatcher:
     def next_alarm(self) -> float:
         """The time of the next deadline; math.inf if there is none. If it is long past, DeadlineReached was lost."""
         return self._alarms.next()
-
-    @property
-    def task_ids(self) -> list[str]:
-        """Ids of all tasks that are admitted and not yet answered."""
-        return list(self._records)
 
     @property
     def admitted(self) -> Iterable[TaskState]:
@@ -506,12 +501,6 @@ class Dispatcher:
         self._hazards.grids = event.windows
         self._gate.memory_there()
 
-    def _mappings_changed(self, event: ev.MappingsChanged) -> None:
-        self._contents.mappings(event.unmapped, event.outdated)
-
-    def _host_emptied(self, _: ev.HostEmptied) -> None:
-        self._contents.host_emptied()
-
     def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
         self._recorder.aside("", "shutdown")
         self._gate.shut()
@@ -550,11 +539,8 @@ class Dispatcher:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
-            waits = self._waits.get(client)
-            if waits is not None:  # else it waited twice
-                waits.pop(task_id, None)
-                if not waits:
-                    del self._waits[client]
+            if (waits := self._waits.get(client)) is not None and waits.pop(task_id, None) and not waits:
+                del self._waits[client]  # one that waits twice has gone then
         self._out.append(ev.Publish(task, result))
         record.task, record.waiters = None, []
         del self._records[task_id]
@@ -565,11 +551,6 @@ class Dispatcher:
             self._start_ready()
         else:
             self._release(record)
-
-    def waiters(self, task_id: str) -> Sequence[tuple[bytes, int]]:
-        """Who waits for a task that has not ended: (client, seq)."""
-        record = self._records.get(task_id)
-        return () if record is None else record.waiters
 
     def _release(self, record: TaskState) -> None:
         """Release the task's blocks and start the tasks that waited for them."""

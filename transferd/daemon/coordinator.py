@@ -226,7 +226,7 @@ class Coordinator:
 
     def cancel_running(self) -> int:
         """End all running tasks now, with what they have. Returns how many there were."""
-        task_ids = self._dispatcher.task_ids
+        task_ids = [record.task_id for record in self._dispatcher.admitted]
         for task_id in task_ids:
             self.cancel(task_id)
         return len(task_ids)
@@ -397,7 +397,8 @@ class Coordinator:
         """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
         job.parts.setdefault(layers, set()).add(rank)
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
-            for client, seq in self._dispatcher.waiters(job.task.task_id):
+            record = self._dispatcher.record(job.task.task_id)
+            for client, seq in () if record is None else record.waiters:
                 self.listeners.progressed(client, seq, layers)
 
     def rank_died(self, rank: int, cause: str) -> None:
