@@ -42,7 +42,7 @@ from tests.support.simulation.campaign import command
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Latency, NetworkFaults, ThreadFaults
 from tests.support.simulation.loop import PROCESS, SimLoop, simulate
-from tests.support.simulation.medium import Medium, SimFiles, section_of
+from tests.support.simulation.medium import SCRUB_RATE, Medium, SimFiles, section_of
 from tests.support.simulation.network import ENDPOINT, SimNetwork, SimServerTransport
 from tests.support.simulation.store_judge import Judge
 from tests.support.simulation.threads import SimThreads
@@ -77,7 +77,7 @@ REST_S = 30.0  # for which nothing is written then
 ACTIONS = {
     "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 4, "drain": 2, "use": 3,
     "kill": 3, "away": 2, "ill": 1, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
-    "flip": 2, "remove": 5, "reload": 1, "clock": 1,
+    "flip": 6, "remove": 5, "reload": 1, "clock": 1,
 }  # fmt: skip
 
 
@@ -142,6 +142,7 @@ class Story(Judge):
         capacity = {kind: count * OBJECT for kind, count in self.objects.items()}
         file = section_of(self.media, capacity["d"])
         self.config = StorageSection(
+            scrub_rate=Size(SCRUB_RATE),
             memory=MemoryStorageSection(capacity=Size(capacity["m"])),
             file=file,
             object=ObjectStorageSection(url="s3://bucket/p", region="x", concurrency=4, timeout=5.0),
@@ -342,7 +343,8 @@ class Story(Judge):
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
 
     def _read(self) -> Any:
-        return functools.partial(self.read, self.draw(4))
+        keys = self.latest if self.latest and self.chance.random() < 0.3 else self.draw(4)
+        return functools.partial(self.read, keys)
 
     async def read(self, keys: Sequence[str]) -> None:
         engine = keys[0][0]
@@ -506,11 +508,12 @@ class Story(Judge):
             medium.fault = 0
 
     def _flip(self) -> None:
-        name = self.names[key := self.chance.choice(self.keys)]
+        key = self.chance.choice(self.latest or self.keys)
+        name = self.names[key]
         self.durable.pop(key, None)
-        if (medium := self.medium()) is not None and self.chance.random() < 0.5:
+        for medium in self.media:
             medium.flip(name, self.chance)
-        elif (data := self.bucket.objects.get(name)) is not None:
+        if (data := self.bucket.objects.get(name)) is not None:
             self.bucket.objects[name] = bytes([data[0] ^ 1]) + data[1:]
             self.bucket.gone[name] = self.loop.time()
 
