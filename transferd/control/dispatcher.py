@@ -54,8 +54,7 @@ from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-# Steps of the flight recorder, made once.
-ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}
+ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}  # steps of the flight recorder, made once
 DONE = {status: f"done: {status}" for status in Status}
 
 
@@ -539,7 +538,8 @@ class Dispatcher:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
-            if (waits := self._waits.get(client)) is not None and waits.pop(task_id, None) and not waits:
+            waits = self._waits.get(client, {})
+            if waits.pop(task_id, None) is not None and not waits:
                 del self._waits[client]  # one that waits twice has gone then
         self._out.append(ev.Publish(task, result))
         record.task, record.waiters = None, []
