@@ -50,6 +50,7 @@ CRUMBS = {
     "adapters.vllm.jobs": "one state machine, tested alone",
     "adapters.vllm.metrics": "imported by vLLM's class names",
     "adapters.vllm.plugin": "vLLM's entry point, loaded in each of its processes, which must import no connector",
+    "cli.pool.lend": "imports a pool's client, which the other commands must not wait for",
     "client.blocking": "beside it lies blocking.pyi, made by a script",
     "client.identity": "one rule, pure and tested alone",
     "client.timeline": "engines import it",

@@ -17,10 +17,8 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import xxhash
 
 from transferd.storage.batch import Damaged
 
@@ -34,7 +32,6 @@ else:
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
 LARGE_PAGE = 2 * 1024**2  # bytes; the kernel reads up to that many at once for a mapping with large pages
-LEAST_NATIVE, STRIPE = 240, 64  # bytes: what the C extension's checksum takes has more, and a multiple of that
 FETCHED_BYTES = 512 * 1024  # fewer bytes are read as fast without `_fetch`
 _MADV_POPULATE_READ = 22  # Linux 5.14; asm-generic/mman-common.h
 _CACHESTAT = 451  # Linux 6.5; the same on every architecture
@@ -209,24 +206,13 @@ def _fetch(fd: int, nbytes: int) -> None:
         _libc.munmap(address, nbytes)
 
 
-def load_warm(path: str, payload: memoryview, flags: int, end: int) -> tuple[int, bytes] | None:
-    """Fill `payload` from a file that has `end` more bytes: its xxh3-64, and these bytes. Never waits for the disk.
+def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None:
+    """Fill `pieces` from a file that has `end` more bytes: their xxh3-64, and these bytes. Never waits for the disk.
 
-    None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell.
+    None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell; for
+    pieces that are no multiples of 64 bytes; and without the C extension.
     """
-    nbytes = payload.nbytes
-    if NATIVE and nbytes > LEAST_NATIVE and nbytes % STRIPE == 0:
-        return _files.load_warm(path, payload, flags, end)
-    footer = bytearray(end + 1)  # a longer file is another object
-    try:
-        fd = os.open(path, flags)
-        try:
-            got = os.preadv(fd, [payload, footer], 0, os.RWF_NOWAIT)
-        finally:
-            os.close(fd)
-    except (OSError, AttributeError, NotImplementedError):  # the last two: a Python built without preadv2
-        return None
-    return (xxhash.xxh3_64_intdigest(payload), bytes(footer[:end])) if got == nbytes + end else None
+    return _files.load_warm(path, pieces, flags, end) if NATIVE else None
 
 
 def direct_io_problem(directory: str) -> str:

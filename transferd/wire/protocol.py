@@ -159,10 +159,14 @@ class Match(ControlRequest, frozen=True, tag="match"):
 
 
 class Exists(ControlRequest, frozen=True, tag="exists"):
-    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
+    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks.
+
+    lease: keep those that are there from being evicted for so many seconds; the value is a Leased (wire/answers.py).
+    """
 
     keys: list[str]
     use: bool = True
+    lease: Annotated[float, msgspec.Meta(ge=0, le=1e8)] = 0.0
 
 
 class Locate(ControlRequest, frozen=True, tag="locate"):
@@ -237,7 +241,6 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
 
     detail: the value is {pinned, durable, reachable} instead (wire/answers.py).
-    places: with `detail`, the value also has `places`: where the blocks lie, if the client runs as the daemon's user.
 
     A further pin of a block replaces the engine's earlier one. Refused with `share_exceeded`.
     """
@@ -245,7 +248,6 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     keys: list[str]
     ttl: Annotated[float, msgspec.Meta(gt=0, le=1e8)]
     detail: bool = False
-    places: bool = False
 
 
 class Unpin(OfUser, frozen=True, tag="unpin"):

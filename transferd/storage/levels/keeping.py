@@ -80,7 +80,7 @@ class LevelsKeeper(ManyKeepers):
         for keeper in reversed(above):
             more = keeper.asked(owner, rest)
             check_pins(more, 1.0)  # it holds them until their copies have come
-            asked += dataclasses.replace(more, capacity=0, pinned=more.new)
+            asked = AskedPins(*map(sum, zip(asked, more._replace(capacity=0, pinned=more.new), strict=True)))
             rest = _absent(keeper, rest)
         return asked
 
@@ -133,9 +133,6 @@ class LevelsKeeper(ManyKeepers):
                 ends.append(asyncio.shield(end))
         if ends:
             await asyncio.wait(ends, timeout=COPIES_S)
-
-    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
