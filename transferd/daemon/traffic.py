@@ -13,6 +13,7 @@ from transferd.observability.recorder import Recorder
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import InPieces
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Noted, Storage
 from transferd.storage.queues import STORED, EngineOwner
@@ -106,7 +107,7 @@ class KeyTraffic:
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
         self._storage, self.admission = storage, admission
         self._now = clock.monotonic
-        self._what_if = WhatIf(clock.monotonic)
+        self._what_if, self._following = WhatIf(clock.monotonic), InPieces()
         self._history = KeyHistory(clock.monotonic)
         self.trace = KeyTrace(clock.monotonic)
         self._missed: dict[str, _Missed] = {}
@@ -121,7 +122,7 @@ class KeyTraffic:
 
         Returns why that one is missing: one of MISSED_FOR, or "" if none is.
         """
-        self._what_if.looked_up(engine.name, keys, self._came(engine))
+        self._following.run(self._what_if.looked_up(engine.name, keys, self._came(engine)))
         self.trace.looked_up(engine.name, keys, engine.block_size)
         missed = self._missed.setdefault(engine.name, _Missed())
         if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
@@ -142,7 +143,7 @@ class KeyTraffic:
             return
         done = len(result.block_ids)
         if task.lane is Lane.WRITE and done:
-            self._what_if.stored(engine.name, keys[:done], self._came(engine))
+            self._following.run(self._what_if.stored(engine.name, keys[:done], self._came(engine)))
         elif task.lane is Lane.READ and result.error is None:
             missing = done if done < len(keys) else None
             why = "" if asks else self.looked_up(engine, keys, missing)
@@ -157,7 +158,7 @@ class KeyTraffic:
                 engine.recorder.note(task.task_id, "missed", missing, why, level, whom, ago)
 
     def left(self, engine: str) -> None:
-        self._what_if.left(engine)
+        self._following.run(self._what_if.left(engine))
         self._missed.pop(engine, None)
         self._engines.pop(engine, None)
 

@@ -30,7 +30,7 @@ REJECTS = (
     "too_often",
 )
 ERRORS = ("storage_full", "expired")
-EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock", "Again")
 # Why the first missing block of a look-up was not there: it has left its last level, or was never in one.
 MISSED_FOR = (
     *("never_stored", "evicted", "purged", "damaged", "gone"),
@@ -496,6 +496,9 @@ class Report(ReportSection):
     pid: int | UnsetType = UNSET  # its process
     boot_id: str = ""  # one life of a daemon process
     uptime_s: Annotated[float, Gauge("seconds since the start", "uptime_seconds")] = 0.0
+    loop_longest_s: Annotated[
+        float, Gauge("the longest step of the event loop since the start, in CPU seconds", "loop_longest_step_seconds")
+    ] = 0.0
     ready: bool = False  # tasks are served; without [cache], engines may register
     host_name: str = ""  # of the machine, or of the container
     endpoint: list[str] = []  # where it listens
@@ -553,10 +556,16 @@ class Report(ReportSection):
 
 def tree(report: Report) -> dict[str, Any]:
     """The report as plain data."""
-    data: dict[str, Any] = msgspec.to_builtins(report, enc_hook=_plain)
-    storage = data["storage"]
-    storage |= storage.pop("other")
+    data: dict[str, Any] = msgspec.to_builtins(parts_of(report), enc_hook=_plain)
     return data
+
+
+def parts_of(report: Report) -> dict[str, Any]:
+    """The sections of `tree`, still as structs: to be encoded in one go."""
+    parts = {name: part for name in report.__struct_fields__ if (part := getattr(report, name)) is not UNSET}
+    storage = msgspec.to_builtins(report.storage, enc_hook=_plain)
+    parts["storage"] = storage | storage.pop("other")
+    return parts
 
 
 def _plain(value: Any) -> Any:
