@@ -1,4 +1,4 @@
-"""put_file.py: the extension and its slow version do the same to a file, and say the same of it."""
+"""put_file.py: what it does to a file, and says of it. test_file_runs.py holds the extension to the same."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.storage.harness import put_stranger, skip_without_direct_io
 from tests.support.descriptors import open_below
-from transferd.storage import file_io
 from transferd.storage.file_io import UNIT
 from transferd.storage.put_file import Reached, put_file
 
 FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
-
-pytestmark = pytest.mark.usefixtures("files_both_ways")
 
 
 def put(
@@ -180,18 +176,3 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     (tmp_path / "temporary").unlink()
     put(tmp_path, to="missing/object")
     assert open_below(tmp_path) == []
-
-
-def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    if not file_io.NATIVE:
-        pytest.skip("the slow version trusts its only caller")
-    path, data = str(tmp_path / "a"), memoryview(bytearray(UNIT))
-    wrong: list[tuple[Any, int]] = [(data, 2 * UNIT), (data, -1), ("text", 0)]
-    for arguments in wrong:
-        with pytest.raises((ValueError, TypeError)):
-            put_file(None, path, path, *arguments, FLAGS, 0o600, False, False)
-    with pytest.raises(ValueError, match="null"):
-        put_file("a\0b", path, path, data, 0, FLAGS, 0o600, False, False)
-    with pytest.raises(ValueError, match="null"):
-        put_file(None, "a\0b", path, data, 0, FLAGS, 0o600, False, False)
-    assert names(tmp_path) == []

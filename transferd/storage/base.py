@@ -124,6 +124,29 @@ class PartItem(Item):
         return self._span
 
 
+class Lent(NamedTuple):
+    """Blocks for the C extensions (workers/_lent.h), which make and take their objects without the GIL.
+
+    A Fill or a Drainer that has it as `lent` may be passed over: it is called only for an object that the extension
+    could not make or take.
+
+    numbers: for each item of the call, the number of its block.
+    busy: by number, whether the Drainer must be called for the object in any case; empty if for none.
+    """
+
+    blocks: Any
+    numbers: Sequence[int]
+    busy: bytearray = bytearray()
+
+    def chosen(self, which: Sequence[int]) -> Lent:
+        return self._replace(numbers=chosen(self.numbers, which))
+
+
+def lent_by(call: object) -> Lent | None:
+    """The blocks that a Fill or a Drainer lends to the extensions; None if it lends none."""
+    return getattr(call, "lent", None)
+
+
 Fill = Callable[[int, memoryview, bool], bool]
 """fill(i, data, near): makes the whole object of item i in `data`. near: this thread reads `data` next, so its bytes
 should stay in the caches. Returns False if the task has ended; then store nothing."""
@@ -163,7 +186,7 @@ def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
 
 def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
     """The `fill` of a call for `chosen` items."""
-    return fill and (lambda i, data, near: fill(which[i], data, near))
+    return fill and _ChosenFill(fill, which)
 
 
 def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
@@ -171,9 +194,21 @@ def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
     return drain and _ChosenDrain(drain, which)
 
 
+class _ChosenFill:
+    def __init__(self, fill: Fill, which: Sequence[int]) -> None:
+        self._fill, self._which = fill, which
+        lent = lent_by(fill)
+        self.lent = lent and lent.chosen(which)
+
+    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
+        return self._fill(self._which[i], data, near)
+
+
 class _ChosenDrain:
     def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
         self._drain, self._which = drain, which
+        lent = lent_by(drain)
+        self.lent = lent and lent.chosen(which)
 
     @property
     def wanted(self) -> bool:

@@ -34,12 +34,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.storage.base import LEFT, Outcome, Take
+from transferd.storage import file_io
+from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take, lent_by
 from transferd.storage.batch import Damaged, StillStored
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
@@ -56,6 +58,9 @@ from transferd.storage.put_file import Reached, put_file
 from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
 
+if file_io.NATIVE:
+    from transferd.storage import _files
+
 T = TypeVar("T")
 
 FILE_MODE = 0o640
@@ -66,6 +71,7 @@ WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 # Errors of `open` that say nothing about the file. With any other one a file cannot be overwritten, but perhaps removed
 # or moved: it is a link, a FIFO, a directory; another program has a lease on it; its mode forbids it; its disk fails.
 NOT_THE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EROFS, *FULL)
+ALL = (0, 2**62, 0)  # of an object, as _files.c counts what is wanted
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
@@ -285,6 +291,27 @@ class ObjectDirectory:
 
     # --- effects ------------------------------------------------------------------------------------
 
+    def write_run(self, items: Sequence[tuple[int, str, str | None, memoryview]], fill: Fill | None, near: bool) -> int:
+        """Store objects in one call without the GIL, up to the first one that `write` must do. Returns how many.
+
+        items: position, name, `displaced` as in `write`, and the object's bytes, or with `fill` the memory for them.
+        """
+        if self._fsync or not file_io.NATIVE or self.home.lock.problem():
+            return 0
+        lent, orders = lent_by(fill), []
+        for position, name, displaced, data in items:
+            path, spare = self.path(name), None if displaced is None else self.path(displaced)
+            temporary = temporary_of(spare or path, next(self._numbers))
+            orders.append((path, data, position, lent.numbers[position] if lent else 0, temporary, spare))
+        flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
+        blocks = lent and lent.blocks
+        done = _files.store(orders, blocks, fill, near, flags, FILE_MODE, DIRECTORY_MODE, allocates)
+        for path, *_, spare in orders[:done]:
+            self._pruning.arrived(path)
+            if spare is not None:
+                self._pruning.left(spare)
+        return done
+
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
         """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
 
@@ -404,31 +431,40 @@ class ObjectDirectory:
             directory = os.path.dirname(directory)
             sync_directory(directory)
 
-    def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
-        """Fill the slot with the object, or pass the object to `take`: in a mapping of its file, or in the slot.
+    def read_run(
+        self, items: Sequence[tuple[int, str, memoryview]], drain: Drainer | None, span: tuple[int, int] | None
+    ) -> list[bool | StorageError | Damaged]:
+        """Load objects in one call without the GIL, up to the first one that `read` must do, or that is an error.
 
-        part: the part of the object that `take` needs. Returns False if there is no such object, LEFT if `take` did not
-        take it. Raises Damaged for another length, StorageError.
+        items: position, name, and the memory for the object's bytes, unless `drain` takes them from a mapped file.
+        span: the bytes of an object that `drain` takes besides the footer. Returns whether each was taken.
         """
-        path = self.path(name)
-        try:
-            loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None, part=part)
-        except NotADirectoryError:
-            return False
-        except OSError as error:
-            raise self._unreadable(error, slot.nbytes, path) from error
+        if not file_io.NATIVE:
+            return []
+        lent = lent_by(drain)
+        numbers = [lent.numbers[position] if lent else 0 for position, _, _ in items]
+        orders = [(self.path(name), data, i, number) for (i, name, data), number in zip(items, numbers, strict=True)]
+        wanted = ALL if span is None else (*span, FOOTER_BYTES)
+        blocks, busy = (lent.blocks, lent.busy) if lent else (None, bytearray())
+        answers: list[bool | StorageError | Damaged]
+        answers, error = _files.load(orders, blocks, drain, busy, READ_FLAGS | self._io.flags, wanted)
+        if error:
+            path, data = orders[len(answers)][:2]
+            answers.append(self._unreadable(OSError(*_described(error)), data.nbytes, path))
+        return answers
+
+    def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
+        """Fill the slot with the object, and pass it to `take`.
+
+        Returns False if there is no such object, LEFT if `take` did not take it. Raises Damaged for another length,
+        StorageError.
+        """
 
         def work(fd: int) -> bool | Outcome:
-            # Fetch first: a read of bytes outside the page cache makes the kernel load them in small pages.
-            if take is not None and self._io.fetch(fd, slot.nbytes):
-                fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True, part=part)
-                if fetched is not None and (taken := _taken(fetched, slot, take)) is not None:
-                    return taken
             self._io.read(fd, slot)
             return take is None or take(slot) or LEFT
 
-        taken = None if loaded is None else _taken(loaded, slot, take)
-        return self._opened(path, slot.nbytes, self._io.flags, work) if loaded is None or taken is None else taken
+        return self._opened(self.path(name), slot.nbytes, self._io.flags, work)
 
     def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
@@ -513,18 +549,6 @@ class ObjectDirectory:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         code, refusal = _CODES.get(error.errno or 0, (None, None))
         return StorageError(what, code=code, refusal=refusal)
-
-
-def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:
-    """Pass a loaded file to `take`. Returns True or LEFT, or None if the file lost bytes while it was mapped."""
-    if loaded.view is None:
-        return take is None or take(slot) or LEFT
-    assert take is not None
-    try:
-        taken = take(loaded.view)
-    finally:
-        lost = loaded.unmap()
-    return None if lost else taken or LEFT
 
 
 def allocated_at_once(fd: int) -> int:

@@ -29,10 +29,11 @@ from __future__ import annotations
 import abc
 import asyncio
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
@@ -71,7 +72,12 @@ from transferd.storage.queues import DAMAGED, GONE, PURGED
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
+RUN_BYTES = 1024**2  # that a thread writes or reads, as a run of objects, before another engine's turn; or one object
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
+
+
+W = TypeVar("W", Read, Write)
+ReadRun = Callable[[Sequence[Read]], list[Answer]]
 
 
 class IndexedStorage(LevelOrder, Storage, Purging):
@@ -98,6 +104,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
         self._shrinking: asyncio.Task[None] | None = None
         self._threads = threads
+        self._shares = shares
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
         self._inline_bytes = inline_bytes
@@ -192,12 +199,12 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
         """Reads a small batch at once, and returns a done future, unless an object is bad."""
-        read_one = functools.partial(self._read_one, drain, list(slots))
+        read_run = functools.partial(self._read_run, drain, list(slots))
         if not self._closed and self._is_small(items):
             reads = self._present(items)
-            outcomes, bad = self._judge(items, reads, [read_one(read) for read in reads])
+            outcomes, bad = self._judge(items, reads, read_run(reads))
             return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
-        return self._load_all(items, read_one, 0 if drain is None else len(slots))
+        return self._load_all(items, read_run, 0 if drain is None else len(slots))
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -345,16 +352,15 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.item.name for write in wave}
         leaving = []
-        write_one = functools.partial(self._write_one, batch)
+        write_run = functools.partial(self._write_run, batch)
         writes = wave
         try:
             while writes:
                 if batch.small:  # on the loop: a thread would cost more than the copy
-                    for write in writes:
-                        write_one(write)
+                    write_run(writes)
                 else:
                     most = 0 if batch.fill is None else len(batch.slots)
-                    await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
+                    await self._effects.run(Direction.OUT, self._runs(writes), write_run, at_once=most)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
                     more = [victim.name for victim in write.victims]
@@ -388,6 +394,18 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._suspect(write.error)
         return bool(write.victims)
 
+    def _runs(self, work: Sequence[W]) -> list[Sequence[W]]:
+        """Cut a batch into what a thread does at a time: at least two runs for each thread."""
+        size = max(
+            1, min(RUN_BYTES // max([one.item.nbytes for one in work], default=1), len(work) // (2 * self._shares))
+        )
+        return [work[start : start + size] for start in range(0, len(work), size)]
+
+    def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
+        """In a thread, unless the batch is small."""
+        for write in run:
+            self._write_one(batch, write)
+
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
         if batch.fill is None:
@@ -405,6 +423,12 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                 self._put(write, data)
         finally:
             slots.append(slot)
+
+    def _spare_of(self, write: Write) -> Victim | None:
+        """In a thread: the one victim of a write, if the object can be written over it."""
+        victim = write.victims[0] if len(write.victims) == 1 else None
+        fits = victim is not None and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name)
+        return victim if fits else None
 
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
@@ -427,10 +451,10 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """
         spare = None
         while write.victims:
+            fits = write.error is None and self._spare_of(write) is not None
             victim = write.victims.pop()
-            last = not write.victims and write.error is None
             try:
-                if last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
+                if fits:
                     spare = self._retire(*victim)
                 else:
                     self._remove(victim.name)
@@ -476,16 +500,17 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                     self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
         return reads
 
-    async def _load_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
+    async def _load_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
         self._check_open()
         with self._traffic:
-            return await uncancelled(self._read_all(items, read_one, most))
+            return await uncancelled(self._read_all(items, read_run, most))
 
-    async def _read_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
+    async def _read_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
         """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         reads = self._present(items)
         with self._traffic.reading([read.item.name for read in reads]):
-            answers = await self._effects.run(Direction.IN, reads, read_one, then=self._leave, at_once=most)
+            runs = await self._effects.run(Direction.IN, self._runs(reads), read_run, then=self._leave, at_once=most)
+            answers = list(itertools.chain.from_iterable(runs))
         outcomes, bad = self._judge(items, reads, answers)
         if bad:
             await self._put_aside(bad)
@@ -525,8 +550,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
+    def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
+        """In a thread, unless the batch is small. slots: with `drain`, those that no thread uses now."""
+        return [self._read_one(drain, slots, read) for read in run]
+
     def _read_one(self, drain: Drainer | None, slots: list[memoryview], read: Read) -> Answer:
-        """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
         position, item = read.position, read.item
         try:
             if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right

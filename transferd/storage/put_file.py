@@ -1,7 +1,7 @@
 """Writes an object: creates a file or reuses an evicted one, fills it, and renames it into place. Blocking.
 
-The fast version is a small C extension that does all of this in one call without the GIL (docs/files.md). The slow
-version does the same and needs no compiler. The fast version is in use if `file_io.NATIVE` is true.
+The C extension (_files.c) does all of this for many objects in one call, without the GIL (docs/files.md). This is its
+slow twin. It also does what the extension leaves: the objects with which anything is unusual.
 
 The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
 (fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat. Without
@@ -15,15 +15,11 @@ import enum
 import os
 import stat
 
-from transferd.storage import file_io
 from transferd.storage.file_io import UNIT, through_the_cache, unless_refused
-
-if file_io.NATIVE:
-    from transferd.storage import _files
 
 
 class Reached(enum.IntEnum):
-    """How far `put_file` came. The order is that of the enum in _files.c."""
+    """How far `put_file` came."""
 
     NAMED = 0  # to the end
     NOT_RETIRED = 1  # nothing has changed
@@ -55,8 +51,6 @@ def put_file(
 
     Returns how far it came (Reached), and the errno that stopped it there.
     """
-    if file_io.NATIVE:
-        return _files.put_file(spare, temporary, path, data, direct, flags, mode, allocates, syncs)
     reached = Reached.NOT_RETIRED
     try:
         if spare is not None:
