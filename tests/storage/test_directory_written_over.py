@@ -216,7 +216,8 @@ async def test_a_victim_whose_file_cannot_be_taken_is_still_there_and_another_on
     await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")
     store._directory._numbers = itertools.count(1000)
-    Path(temporary_of(str(path), 1000)).mkdir()  # in the way of its new name
+    for number in (1000, 1001):  # in the way of its new name, for the extension and for its twin
+        Path(temporary_of(str(path), number)).mkdir()
     assert await put(store, [blob("cc")]) == [STORED]
     assert await read(store, "aa") == (FOUND, content("aa"))
     assert await read(store, "cc") == (FOUND, content("cc"))
