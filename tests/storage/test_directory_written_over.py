@@ -96,11 +96,23 @@ async def test_a_file_with_another_link_is_not_written_over(store: FileStorage, 
     assert await read(store, "cc") == (FOUND, content("cc"))
 
 
+@pytest.mark.parametrize("other", [NBYTES // 2, NBYTES + NBYTES // 2])
+async def test_an_object_of_another_length_is_written_over(store: FileStorage, tmp_path: Path, other: int) -> None:
+    await put(store, [blob("aa", other)])
+    await put(store, [blob("bb", 2 * NBYTES - other)])
+    [path] = (tmp_path / "objects").rglob("aa@0")
+    before = path.stat().st_ino
+    assert await put(store, [blob("cc", NBYTES // 2)]) == [STORED]
+    [path] = (tmp_path / "objects").rglob("cc@0")
+    assert (path.stat().st_ino, path.read_bytes()) == (before, content("cc", NBYTES // 2))
+    assert await read(store, "cc", NBYTES // 2) == (FOUND, content("cc", NBYTES // 2))
+
+
 @pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "longer", "shorter"])
 async def test_a_file_that_replaced_the_displaced_object_is_not_written_over(
     store: FileStorage, tmp_path: Path, stranger: str
 ) -> None:
-    """A FIFO would hang the thread that opens it; a file of another length would make the new object a wrong one."""
+    """A FIFO would hang the thread that opens it. A file of another length gets the new one's."""
     await put(store, [blob("aa")])
     await put(store, [blob("bb")])
     [path] = (tmp_path / "objects").rglob("aa@0")

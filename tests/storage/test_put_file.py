@@ -91,6 +91,17 @@ def test_a_file_is_overwritten_and_stays_the_same_file(tmp_path: Path, direct: b
     assert (names(tmp_path), (tmp_path / "object").stat().st_ino) == (["object"], before)
 
 
+@pytest.mark.parametrize("allocates", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 2 * UNIT, 4 * UNIT])
+def test_a_file_of_another_length_is_overwritten_and_gets_the_new_one(
+    tmp_path: Path, nbytes: int, allocates: bool
+) -> None:
+    (tmp_path / "spare").write_bytes(b"x" * nbytes)
+    before = (tmp_path / "spare").stat().st_ino
+    assert put(tmp_path, spare=True, allocates=allocates) == (Reached.NAMED, 0)
+    assert ((tmp_path / "object").read_bytes(), (tmp_path / "object").stat().st_ino) == (CONTENT, before)
+
+
 def a_directory(path: Path) -> None:
     path.mkdir()
 
@@ -105,10 +116,6 @@ def a_fifo(path: Path) -> None:
     put_stranger(path, "fifo", path)
 
 
-def a_longer_file(path: Path) -> None:
-    path.write_bytes(bytes(len(CONTENT) + 1))
-
-
 def a_file_with_a_backup(path: Path) -> None:
     path.write_bytes(bytes(len(CONTENT)))
     os.link(path, path.with_name("backup"))
@@ -120,7 +127,6 @@ def a_file_with_a_backup(path: Path) -> None:
         (a_directory, (Reached.NOT_OPENED, errno.EISDIR)),
         (a_link, (Reached.NOT_OPENED, errno.ELOOP)),
         (a_fifo, (Reached.NOT_OPENED, errno.ENXIO)),
-        (a_longer_file, (Reached.UNFIT, 0)),
         (a_file_with_a_backup, (Reached.UNFIT, 0)),
     ],
 )
@@ -170,7 +176,7 @@ def test_a_full_disk_returns_its_errno(tmp_path: Path) -> None:
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     put(tmp_path)
     put(tmp_path, spare=True)
-    (tmp_path / "spare").write_bytes(b"short")
+    a_file_with_a_backup(tmp_path / "spare")
     put(tmp_path, spare=True)
     put(tmp_path)
     (tmp_path / "temporary").unlink()

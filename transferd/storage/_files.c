@@ -139,12 +139,15 @@ typedef struct {
     int flags, mode, directory_mode, allocates;
 } Order;
 
-static int fill(const Order *order, int fd)
+/* found: how long the file is. */
+static int fill(const Order *order, int fd, long long found)
 {
     long long done = 0;
     int flags;
 
-    if (order->allocates && !order->spare && order->nbytes) {
+    if (found > order->nbytes && ftruncate(fd, order->nbytes) < 0)
+        return -1;
+    if (order->allocates && found < order->nbytes) {
         do
             errno = posix_fallocate(fd, 0, order->nbytes);
         while (errno == EINTR);
@@ -204,7 +207,7 @@ static void make_directory(const Order *order, const char *path)
 
 static int put(const Order *order)
 {
-    struct stat found;
+    struct stat found = {.st_size = 0};
     int fd, filled, tries = 0;
 
     if (order->spare && rename(order->spare, order->temporary) < 0)
@@ -219,12 +222,11 @@ static int put(const Order *order)
     } while (1);
     if (fd < 0)
         return NOT_OPENED;
-    if (order->spare &&
-        (fstat(fd, &found) < 0 || !S_ISREG(found.st_mode) || found.st_nlink != 1 || found.st_size != order->nbytes)) {
+    if (order->spare && (fstat(fd, &found) < 0 || !S_ISREG(found.st_mode) || found.st_nlink != 1)) {
         close(fd);
         return UNFIT;
     }
-    filled = fill(order, fd);
+    filled = fill(order, fd, found.st_size);
     if (close(fd) < 0 && errno != EINTR) /* a file system on another machine may fail here */
         filled = -1;
     if (filled < 0)

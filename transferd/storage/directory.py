@@ -5,6 +5,7 @@
     <root>/order         their order of use, see journal.py
     <root>/announced-*   what KV events have announced, see daemon/kv_events/remembered.py
     <root>/quarantine/   the newest few bad objects, and whatever lay in an object's place; outside the capacity
+    <root>/spares/       empty files, see spares.py
 
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
@@ -57,6 +58,7 @@ from transferd.storage.pruning import Pruning
 from transferd.storage.put_file import Reached, put_file
 from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
+from transferd.storage.spares import Spares
 
 if file_io.NATIVE:
     from transferd.storage import _files
@@ -112,6 +114,7 @@ class ObjectDirectory:
         self._clock = clock
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
+        self._spares = Spares(f"{root}/spares/", self._numbers)
         self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory)
 
     # --- life ---------------------------------------------------------------------------------------
@@ -139,7 +142,9 @@ class ObjectDirectory:
         lost = self.home.lost()
         try:
             disk = disk_of(str(self._root), lost)
-            if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
+            if not lost and disk.files_free < disk.files // FEW_INODES:
+                self._spares.remove()
+                self._pruning.finish()
                 disk = disk_of(str(self._root))
             return disk
         except OSError as error:
@@ -193,6 +198,7 @@ class ObjectDirectory:
         What refuses below the root of the objects is left alone, and noted in `refused`.
         """
         found = FoundObjects()
+        self._spares.begin()
         try:
             with os.scandir(self._objects) as entries:
                 self._scan("", entries, found)
@@ -296,29 +302,37 @@ class ObjectDirectory:
 
         items: position, name, `displaced` as in `write`, and the object's bytes, or with `fill` the memory for them.
         """
-        if self._fsync or not file_io.NATIVE or self.home.lock.problem():
+        if not self._runs or self.home.lock.problem():
             return 0
         lent, orders = lent_by(fill), []
         for position, name, displaced, data in items:
-            path, spare = self.path(name), None if displaced is None else self.path(displaced)
-            temporary = temporary_of(spare or path, next(self._numbers))
+            path = self.path(name)
+            spare = self._spares.take() if displaced is None else self.path(displaced)
+            temporary = temporary_of(self.path(displaced or name), next(self._numbers))
+            if displaced is None and spare is not None:
+                temporary = spare  # it stays where it is until it is filled
             orders.append((path, data, position, lent.numbers[position] if lent else 0, temporary, spare))
         flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
         blocks = lent and lent.blocks
         done = _files.store(orders, blocks, fill, near, flags, FILE_MODE, DIRECTORY_MODE, allocates)
-        for path, *_, spare in orders[:done]:
+        for (path, *_, spare), (_, _, displaced, _) in zip(orders[:done], items, strict=False):
             self._pruning.arrived(path)
-            if spare is not None:
+            if displaced is not None:
                 self._pruning.left(spare)
+        self._spares.give_back(spare for *_, temporary, spare in orders[done:] if spare == temporary)
         return done
+
+    @property
+    def _runs(self) -> bool:
+        return file_io.NATIVE and not self._fsync
 
     def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
         """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
 
-        displaced: an object to remove, which nothing reads. If its file has the same length, it is written over. It
-            already has pages and blocks, so that takes half of the time of a new file, or a tenth in a virtual machine
-            whose host reclaims free pages. If the process dies meanwhile, the next start removes that file like any
-            temporary one. Raises StillStored if that object cannot be removed.
+        displaced: an object to remove, which nothing reads. Its file is written over. It already has pages and blocks,
+            so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
+            pages; and ext4 passes over inodes that were freed lately, at a cost. If the process dies meanwhile, the
+            next start removes that file like any temporary one. Raises StillStored if that object cannot be removed.
         """
         self._check_ours()
         path = self._objects + path_of(name)
@@ -500,12 +514,13 @@ class ObjectDirectory:
         whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
         return FileState.THERE if whole else FileState.DAMAGED
 
-    def remove(self, name: str) -> None:
-        """Remove the object, if there is one. Raises StorageError."""
+    def remove(self, name: str, *, keep: bool = False) -> None:
+        """Remove the object, if there is one. keep: its file may become a spare. Raises StorageError."""
         self._check_ours()
         path = self._objects + path_of(name)
         try:
-            os.unlink(path)
+            if not (keep and self._runs and self._spares.keep(path)):
+                os.unlink(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass
         except OSError as error:
@@ -538,8 +553,9 @@ class ObjectDirectory:
             raise self._translated("remove", error, 0, self._quarantine.path) from error
 
     def finish(self) -> None:
-        """The last effect: remove empty directories, as far as that works."""
+        """The last effect: remove spares and empty directories, as far as that works."""
         if not self.home.lock.problem():
+            self._spares.remove()
             self._pruning.finish()
 
     def _translated(self, verb: str, error: OSError, nbytes: int, path: str) -> StorageError:

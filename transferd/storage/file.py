@@ -631,7 +631,7 @@ class FileStorage(IndexedStorage):
         leave_files()
 
     def _remove(self, name: str) -> None:
-        self._directory.remove(name)
+        self._directory.remove(name, keep=not self._traffic.reads(name))
 
     def _set_aside(self, name: str) -> None:
         self._directory.set_aside(name)

@@ -126,7 +126,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """
 
     def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
-        """Like `_remove`, but returns a spare that another object of this length can overwrite, or None.
+        """Like `_remove`, but returns a spare that an object of `nbytes` bytes can overwrite, or None.
 
         A subclass may leave the removal to the next call, which is a `_write` with this spare.
         """
@@ -396,9 +396,8 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def _runs(self, work: Sequence[W]) -> list[Sequence[W]]:
         """Cut a batch into what a thread does at a time: at least two runs for each thread."""
-        size = max(
-            1, min(RUN_BYTES // max([one.item.nbytes for one in work], default=1), len(work) // (2 * self._shares))
-        )
+        largest = max([one.item.nbytes for one in work], default=0) or 1
+        size = max(1, min(RUN_BYTES // largest, len(work) // (2 * self._shares)))
         return [work[start : start + size] for start in range(0, len(work), size)]
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
@@ -425,10 +424,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             slots.append(slot)
 
     def _spare_of(self, write: Write) -> Victim | None:
-        """In a thread: the one victim of a write, if the object can be written over it."""
+        """In a thread: the one victim of a write, unless it is being read: the object can be written over it."""
         victim = write.victims[0] if len(write.victims) == 1 else None
-        fits = victim is not None and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name)
-        return victim if fits else None
+        return None if victim is None or self._traffic.reads(victim.name) else victim
 
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
@@ -455,7 +453,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             victim = write.victims.pop()
             try:
                 if fits:
-                    spare = self._retire(*victim)
+                    spare = self._retire(victim.name, write.item.nbytes)
                 else:
                     self._remove(victim.name)
             except StorageError as error:

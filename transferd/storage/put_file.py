@@ -24,7 +24,7 @@ class Reached(enum.IntEnum):
     NAMED = 0  # to the end
     NOT_RETIRED = 1  # nothing has changed
     NOT_OPENED = 2
-    UNFIT = 3  # the file to overwrite is not a regular file, has another length, or has another link
+    UNFIT = 3  # the file to overwrite is not a regular file, or has another link
     NOT_FILLED = 4
     NOT_NAMED = 5  # the file is complete
 
@@ -59,10 +59,13 @@ def put_file(
         # Opening a FIFO without O_NONBLOCK would wait for a reader.
         fd = os.open(temporary, flags | (os.O_CREAT | os.O_EXCL if spare is None else os.O_NONBLOCK), mode)
         try:
-            if spare is not None and not _fits(os.fstat(fd), data.nbytes):
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
                 return Reached.UNFIT, 0
             reached = Reached.NOT_FILLED
-            if allocates and spare is None and data.nbytes:
+            if found.st_size > data.nbytes:
+                os.ftruncate(fd, data.nbytes)
+            if allocates and found.st_size < data.nbytes:
                 os.posix_fallocate(fd, 0, data.nbytes)
             _fill(fd, data, direct, flags)
             if syncs:
@@ -74,10 +77,6 @@ def put_file(
     except OSError as error:
         return reached, error.errno or 0
     return Reached.NAMED, 0
-
-
-def _fits(found: os.stat_result, nbytes: int) -> bool:
-    return stat.S_ISREG(found.st_mode) and (found.st_nlink, found.st_size) == (1, nbytes)
 
 
 def _fill(fd: int, data: memoryview, direct: int, flags: int) -> None:

@@ -119,9 +119,9 @@ class DyingDirectory(ObjectDirectory):
         self._answers("find", changes=False)
         return super().holds(name, nbytes)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, keep: bool = False) -> None:
         self._answers("remove")
-        super().remove(name)
+        super().remove(name, keep=keep)
 
     def set_aside(self, name: str) -> str:
         self._answers("remove")
