@@ -131,12 +131,12 @@ static int called(const Call *call, const Object *one, void *data, int flags, Py
 enum { NAMED, NOT_RETIRED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
 
 /* spare: the file to overwrite; NULL: make one. direct: how many of the first bytes go past the page cache. directory_mode: of
- * a directory that is made because there is none. */
+ * a directory that is made because there is none; 0: none is made. syncs: wait for the medium before the file gets its name. */
 typedef struct {
     const char *spare, *temporary, *path;
     const unsigned char *data;
     long long nbytes, direct;
-    int flags, mode, directory_mode, allocates;
+    int flags, mode, directory_mode, allocates, syncs;
 } Order;
 
 /* found: how long the file is. */
@@ -173,7 +173,7 @@ static int fill(const Order *order, int fd, long long found)
             return -1;
         done += some < 0 ? 0 : some;
     }
-    return 0;
+    return order->syncs ? fsync(fd) : 0;
 }
 
 /* Makes a directory, and those above it, if there is none. Returns whether there is one now. */
@@ -198,7 +198,7 @@ static void make_directory(const Order *order, const char *path)
     char directory[4096];
     const char *end = strrchr(path, '/');
 
-    if (!end || (size_t)(end - path) >= sizeof directory)
+    if (!end || !order->directory_mode || (size_t)(end - path) >= sizeof directory)
         return;
     memcpy(directory, path, (size_t)(end - path));
     directory[end - path] = 0;
@@ -260,8 +260,8 @@ static PyObject *store(PyObject *module, PyObject *args)
     Py_ssize_t done = 0;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!OOpiiip", &PyList_Type, &orders, &blocks, &callable, &near, &order.flags, &order.mode,
-                          &order.directory_mode, &order.allocates))
+    if (!PyArg_ParseTuple(args, "O!OOpiiipp", &PyList_Type, &orders, &blocks, &callable, &near, &order.flags, &order.mode,
+                          &order.directory_mode, &order.allocates, &order.syncs))
         return NULL;
     if (open_call(&call, orders, blocks, callable, NULL, callable == Py_None ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0) {
         close_call(&call);
@@ -543,7 +543,7 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"store", store, METH_VARARGS,
-     "store(orders, lent, fill, near, flags, mode, directory mode, allocates): store objects up to the first with which anything "
+     "store(orders, lent, fill, near, flags, mode, directory mode, allocates, syncs): store objects up to the first with which anything "
      "is unusual: how many. orders: (path, memory, position, number, temporary path, path of a file to write over or None)"},
     {"load", load, METH_VARARGS,
      "load(orders, lent, take, busy, flags, (begin, end, tail)): load objects up to the first with which anything is unusual: "

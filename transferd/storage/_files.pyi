@@ -10,6 +10,7 @@ def store(
     mode: int,
     directory_mode: int,
     allocates: bool,
+    syncs: bool,
     /,
 ) -> int: ...
 def load(

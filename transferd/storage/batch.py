@@ -31,17 +31,6 @@ class Damaged(Exception):
         self.error = error
 
 
-class StillStored(Exception):
-    """Raised by `_write`: the object that it should have displaced cannot be removed, and is still stored.
-
-    error: the error to report to the caller.
-    """
-
-    def __init__(self, error: StorageError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
 # How one read ended: found (True), missing (False), or why the object was not delivered.
 Answer: TypeAlias = bool | Outcome | Damaged | StorageError
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import itertools
 import os
 import stat
@@ -40,7 +41,7 @@ from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, St
 from transferd.runtime.clock import Clock
 from transferd.storage import file_io
 from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take, lent_by
-from transferd.storage.batch import Damaged, StillStored
+from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
@@ -55,7 +56,7 @@ from transferd.storage.paths import (
     temporary_of,
 )
 from transferd.storage.pruning import Pruning
-from transferd.storage.put_file import Reached, put_file
+from transferd.storage.put_file import put_file
 from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
 from transferd.storage.spares import Spares
@@ -70,9 +71,6 @@ FILE_MODE = 0o640
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Errors of `open` that say nothing about the file. With any other one a file cannot be overwritten, but perhaps removed
-# or moved: it is a link, a FIFO, a directory; another program has a lease on it; its mode forbids it; its disk fails.
-NOT_THE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EROFS, *FULL)
 ALL = (0, 2**62, 0)  # of an object, as _files.c counts what is wanted
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
@@ -300,51 +298,56 @@ class ObjectDirectory:
     def write_run(self, items: Sequence[tuple[int, str, str | None, memoryview]], fill: Fill | None, near: bool) -> int:
         """Store objects in one call without the GIL, up to the first one that `write` must do. Returns how many.
 
-        items: position, name, `displaced` as in `write`, and the object's bytes, or with `fill` the memory for them.
+        items: position, name, another object or None, and the bytes, or with `fill` the memory for them. The other
+            object leaves, and nothing reads it. Its file is written over: it has pages and blocks, so that takes half
+            of the time of a new one, or a tenth in a virtual machine whose host reclaims free pages. If the process
+            dies meanwhile, the next start removes that file like any temporary one.
         """
-        if not self._runs or self.home.lock.problem():
+        if not file_io.NATIVE or self.home.lock.problem():
             return 0
         lent, orders = lent_by(fill), []
         for position, name, displaced, data in items:
-            path = self.path(name)
             spare = self._spares.take() if displaced is None else self.path(displaced)
             temporary = temporary_of(self.path(displaced or name), next(self._numbers))
             if displaced is None and spare is not None:
                 temporary = spare  # it stays where it is until it is filled
-            orders.append((path, data, position, lent.numbers[position] if lent else 0, temporary, spare))
+            orders.append((self.path(name), data, position, lent.numbers[position] if lent else 0, temporary, spare))
         flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
-        blocks = lent and lent.blocks
-        done = _files.store(orders, blocks, fill, near, flags, FILE_MODE, DIRECTORY_MODE, allocates)
-        for (path, *_, spare), (_, _, displaced, _) in zip(orders[:done], items, strict=False):
+        # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
+        modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE
+        done = _files.store(orders, lent and lent.blocks, fill, near, flags, *modes, allocates, self._fsync)
+        for (path, *_), (_, _, displaced, _) in zip(orders[:done], items, strict=False):
             self._pruning.arrived(path)
             if displaced is not None:
-                self._pruning.left(spare)
-        self._spares.give_back(spare for *_, temporary, spare in orders[done:] if spare == temporary)
-        return done
+                self._pruning.left(self.path(displaced))
+        self._spares.give_back(temporary for *_, temporary, spare in orders[done:] if spare == temporary)
+        return done if self._synced([path for path, *_ in orders[:done]]) else 0
 
-    @property
-    def _runs(self) -> bool:
-        return file_io.NATIVE and not self._fsync
+    def _synced(self, paths: Sequence[str]) -> bool:
+        """With `fsync`, bring these new names to the medium. If that fails, remove them all, and return False."""
+        try:
+            for directory in {os.path.dirname(path) for path in paths if self._fsync}:
+                sync_directory(directory)
+        except OSError:
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            return False
+        return True
 
-    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
-
-        displaced: an object to remove, which nothing reads. Its file is written over. It already has pages and blocks,
-            so that takes half of the time of a new file, or a tenth in a virtual machine whose host reclaims free
-            pages; and ext4 passes over inodes that were freed lately, at a cost. If the process dies meanwhile, the
-            next start removes that file like any temporary one. Raises StillStored if that object cannot be removed.
-        """
+    def write(self, name: str, data: memoryview) -> None:
+        """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name."""
         self._check_ours()
-        path = self._objects + path_of(name)
-        spare = None if displaced is None else self._objects + path_of(displaced)
+        path = self.path(name)
         try:
             try:
-                self._place(spare, path, data)
+                self._place(path, data)
             except OSError as error:
-                mended = self._pruned(spare) if error.errno in FULL else self._cleared(path, error)
-                if spare is None and not mended:  # with a spare, perhaps only that file is bad
+                # Spares and empty directories take inodes.
+                full = error.errno in FULL
+                if not (self._spares.remove() + self._pruning.finish() if full else self._cleared(path, error)):
                     raise
-                self._place(None, path, data)
+                self._place(path, data)
             self._pruning.arrived(path)
             if self._fsync:
                 sync_directory(os.path.dirname(path))
@@ -352,30 +355,18 @@ class ObjectDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise self._translated("write", error, data.nbytes, path) from error
-        finally:
-            if spare is not None:
-                self._pruning.left(spare)
 
-    def _place(self, spare: str | None, path: str, data: memoryview) -> None:
-        """Write the object's file. Leaves no temporary file behind. Raises OSError, StillStored."""
-        temporary = temporary_of(spare or path, next(self._numbers))
+    def _place(self, path: str, data: memoryview) -> None:
+        """Write the object's file. Leaves no temporary file behind. Raises OSError."""
+        io, temporary = self._io, temporary_of(path, next(self._numbers))
+        put = functools.partial(put_file, temporary, path, data, io.direct_bytes(data.nbytes))
+        flags, allocates = WRITE_FLAGS | io.flags, io.preallocates
         try:
-            if spare is None or not self._put(spare, temporary, path, data):
-                temporary = temporary_of(path, next(self._numbers))
-                self._put(None, temporary, path, data)
+            self._within(path, lambda: put(flags, FILE_MODE, allocates=allocates, syncs=self._fsync))
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-
-    def _pruned(self, spare: str | None) -> bool:
-        """Remove empty directories, which take inodes. Returns whether a write has more room now.
-
-        spare: the file that the write has just used up.
-        """
-        if spare is not None:
-            self._pruning.left(spare)
-        return self._pruning.finish() > 0 or spare is not None
 
     def _cleared(self, path: str, error: OSError) -> bool:
         """Move what lies in the place of this object, or of a directory on the way to it, to the quarantine.
@@ -393,42 +384,6 @@ class ObjectDirectory:
             self._quarantine.take(path)
             return True
         return False
-
-    def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
-        """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
-
-        spare: the path of a file to overwrite, or None to create one. Returns False if there is no such file. Anything
-            else there is removed: a file that is unfit (someone may have put it there, or linked to it as a backup) or
-            a link; a directory stays.
-        """
-        io = self._io
-        direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
-
-        def attempt() -> tuple[int, int]:
-            ended = put_file(spare, temporary, path, data, direct, flags, FILE_MODE, io.preallocates, self._fsync)
-            if spare is None and ended == (Reached.NOT_OPENED, errno.ENOENT):
-                raise FileNotFoundError(*_described(errno.ENOENT))
-            return ended
-
-        reached, error = self._within(path, attempt)
-        if reached == Reached.NAMED:
-            return True
-        if reached == Reached.NOT_NAMED and error == errno.ENOENT:  # a spare file comes from another directory
-            self._within(path, lambda: os.rename(temporary, path))
-            return True
-        if reached == Reached.NOT_RETIRED:
-            if error not in (errno.ENOENT, errno.ENOTDIR):
-                raise StillStored(self._translated("remove", OSError(*_described(error)), 0, spare or ""))
-            return False
-        unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error not in NOT_THE_FILES)
-        if spare is not None and unfit:
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.unlink(temporary)
-                except IsADirectoryError:  # not ours to remove
-                    os.rename(temporary, spare)
-            return False
-        raise OSError(*_described(error))
 
     def _within(self, path: str, make: Callable[[], T]) -> T:
         """Call `make`, which creates something at this path. Creates its directory, which may vanish at any moment."""
@@ -519,7 +474,7 @@ class ObjectDirectory:
         self._check_ours()
         path = self._objects + path_of(name)
         try:
-            if not (keep and self._runs and self._spares.keep(path)):
+            if not (keep and file_io.NATIVE and self._spares.keep(path)):
                 os.unlink(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass

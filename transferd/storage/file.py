@@ -557,11 +557,8 @@ class FileStorage(IndexedStorage):
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        self._directory.write(name, data, spare)
-
-    def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
-        return name
+    def _write(self, name: str, data: memoryview, spare: None) -> None:  # noqa: ARG002 - only a run writes over files
+        self._directory.write(name, data)
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         """As many as possible in one call of the extension, the others one by one."""

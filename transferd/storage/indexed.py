@@ -58,7 +58,6 @@ from transferd.storage.batch import (
     Damaged,
     LevelOrder,
     Read,
-    StillStored,
     StoreBatch,
     Write,
     bare,
@@ -121,8 +120,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _write(self, name: str, data: memoryview, spare: Any) -> None:
         """Store the object, completely or not at all. Raises StorageFull if the medium has no room now.
 
-        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails, unless this
-        raises StillStored.
+        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails.
         """
 
     def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
@@ -430,15 +428,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
-        last = write.victims[0] if write.victims else None
         spare = self._free(write)
         if write.error is not None:
             return
         try:
             self._write(write.item.name, data, spare)
-        except StillStored as kept:
-            assert last is not None
-            write.refuse(last, kept.error)
         except StorageError as error:
             write.error = bare(error)
 

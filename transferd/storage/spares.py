@@ -50,9 +50,9 @@ class Spares:
             return self._free.popleft()
         return None
 
-    def give_back(self, spares: Iterable[str | None]) -> None:
+    def give_back(self, spares: Iterable[str]) -> None:
         """Return what was taken and perhaps not used."""
-        self._free.extend(spare for spare in spares if spare is not None)
+        self._free.extend(spares)
 
     def begin(self) -> None:
         """Remove what an earlier process has left, and make the directory. Without it, nothing is kept."""
@@ -60,11 +60,14 @@ class Spares:
         with contextlib.suppress(OSError):
             os.mkdir(self._path, 0o700)
 
-    def remove(self) -> None:
-        """Remove all spares, and whatever else is called like one. As far as it can be removed."""
+    def remove(self) -> int:
+        """Remove all spares, and whatever else is called like one, as far as that works. Returns how many."""
         self._free.clear()
+        removed = 0
         with contextlib.suppress(OSError), os.scandir(self._path) as entries:
             for entry in entries:
                 if entry.name.isascii() and entry.name.isdigit():
                     with contextlib.suppress(OSError):
                         os.unlink(entry.path)
+                        removed += 1
+        return removed

@@ -31,7 +31,7 @@ from transferd.config.size import Capacities
 from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
 from transferd.storage.base import EXISTS, Drainer, Fill, Found, Item, Outcome, Take
-from transferd.storage.batch import Damaged, StillStored
+from transferd.storage.batch import Damaged
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
 from transferd.storage.found import FoundObjects
@@ -95,14 +95,9 @@ class DyingDirectory(ObjectDirectory):
         self._answers("try")
         super().try_out()
 
-    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        try:
-            self._answers("write")
-        except StorageError as error:
-            if displaced is not None:  # as the real one when it cannot rename the file that it would write over
-                raise StillStored(error) from None
-            raise
-        super().write(name, data, displaced)
+    def write(self, name: str, data: memoryview) -> None:
+        self._answers("write")
+        super().write(name, data)
 
     def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
         return 0 if self.fault else super().write_run(items, fill, near)
