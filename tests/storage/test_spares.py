@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from transferd.runtime.threads import ThreadPools
 from transferd.storage import file_io, spares
 from transferd.storage.base import FOUND, STORED, Blob
 from transferd.storage.file import FileStorage
+from transferd.storage.quarantine import FILES
 
 pytestmark = pytest.mark.skipif(not file_io.NATIVE, reason="the installation had no compiler: nothing is kept")
 
@@ -101,6 +103,19 @@ async def test_spares_are_bounded_and_go_when_files_become_few(
     state()
     assert there(tmp_path) == []
     await stored(store, *range(10, 15))
+
+
+async def test_objects_that_others_have_emptied_cost_no_file(store: FileStorage, tmp_path: Path) -> None:
+    """As the benchmark beside peers does to make room: the store sets them aside, and keeps the newest few."""
+    await stored(store, *range(40))
+    before = inodes(tmp_path)
+    for path in (tmp_path / "objects").rglob("*@0"):
+        os.truncate(path, 0)
+    assert await store._presence.look(store._index.names()) == [False] * 40
+    await store._effects.end()
+    kept = [*there(tmp_path), *(tmp_path / "quarantine").iterdir()]
+    assert {path.stat().st_ino for path in kept} == before
+    assert len(there(tmp_path)) == 40 - FILES
 
 
 async def test_spares_that_somebody_has_removed_or_replaced_do_no_harm(store: FileStorage, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ class ObjectDirectory:
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
         self._spares = Spares(f"{root}/spares/", self._numbers)
-        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory)
+        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory, self._spares.release)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -474,8 +474,7 @@ class ObjectDirectory:
         self._check_ours()
         path = self._objects + path_of(name)
         try:
-            if not (keep and file_io.NATIVE and self._spares.keep(path)):
-                os.unlink(path)
+            (self._spares.release if keep else os.unlink)(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass
         except OSError as error:

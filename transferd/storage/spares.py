@@ -1,5 +1,7 @@
 """Files of objects that have left a file store, kept empty, so that new objects need no new files. Blocking.
 
+Only the extension (_files.c) writes to them, so without it none is kept.
+
 ext4 passes over each inode that was freed in the last minutes, one by one, whenever it makes a file: after a purge that
 took 300 to 600 µs of CPU a file. A spare has no bytes: what was purged is gone, and nothing but an inode counts.
 """
@@ -12,6 +14,8 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 
+from transferd.storage import file_io
+
 MOST = 4096  # files
 
 
@@ -23,8 +27,12 @@ class Spares:
         self._numbers = numbers
         self._free: deque[str] = deque()
 
-    def keep(self, path: str) -> bool:
-        """Take a file that nobody reads from this path. Returns False if the caller must remove it."""
+    def release(self, path: str) -> None:
+        """Take a file that nobody reads from this path, or remove it. Raises OSError."""
+        if not (file_io.NATIVE and self._keep(path)):
+            os.unlink(path)
+
+    def _keep(self, path: str) -> bool:
         if len(self._free) >= MOST:
             return False
         try:
