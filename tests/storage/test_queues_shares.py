@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
-from transferd.storage.queues import EngineOwner, space_of
+from transferd.storage.queues import PINNED, UNSAVED, EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 
@@ -93,6 +93,25 @@ def test_an_engine_takes_over_its_spaces_ownerless_objects_alone() -> None:
     index.claim(C, "m/f", 0.0)
     assert (held(index, A), held(index, B), held(index, C)) == (0, 40, 60)
     index.adopt([])
+    assert sum(one.used for one in index.accounts()) == index.used
+
+
+def test_what_was_found_and_is_held_for_a_copy_belongs_to_the_first_engine_that_uses_it() -> None:
+    index = LruIndex(1000)
+    index.adopt([Adopted(1, depth, name, 10) for depth, name in enumerate(chain("m", 4))])
+    index.claim(A, "m/f", 0.1)
+    index.claim(B, "m/f", 0.1)
+    used, copied, pinned, _ = entries = [index._present[name] for name in chain("m", 4)]
+    for entry in entries:
+        index.pin(entry, UNSAVED)
+    index.pin(pinned, PINNED)
+    index.touch_one(used, Use(owner=B), 0)
+    assert (held(index, A), held(index, B)) == (30, 10), "while it is held"
+    index.unpin(copied, Use(owner=A), UNSAVED)
+    index.find([copied.name], Use(owner=B))
+    assert (held(index, A), held(index, B)) == (20, 20), "its copy was no use of it"
+    index.touch_one(pinned, Use(owner=B), 0)
+    assert (held(index, A), held(index, B)) == (20, 20), "what A has pinned is A's"
     assert sum(one.used for one in index.accounts()) == index.used
 
 

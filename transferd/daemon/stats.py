@@ -68,6 +68,7 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
     ranks = {engine: engine.ranks() for engine in engines}
     kinds = {engine: of_engine(ranks[engine]) for engine in engines}
     server, lines, storage = parts.server(), logs.statistics(), _storage(parts)
+    all_kinds = together([*kinds.values(), parts.engines.departed.lanes])
     return Report(
         version=VERSION,
         host_name=socket.gethostname(),
@@ -76,8 +77,8 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
         uptime_s=parts.clock.monotonic() - parts.started_at,
         endpoint=list(parts.transport.endpoints),
         ranks=[rank for engine in engines for rank in ranks[engine]],
-        lanes=_lately(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
-        totals=_total(parts.windows, together([*kinds.values(), parts.engines.departed.lanes])),
+        lanes=_lately(parts.windows, all_kinds),
+        totals=_total(parts.windows, all_kinds),
         tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
         errors=dict(log.errors),
         hits=log.found.total(),

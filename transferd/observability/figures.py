@@ -46,6 +46,8 @@ def added(kinds: Iterable[KindReport]) -> KindReport:
 
 
 def with_rates(kind: KindReport, recent: Recent) -> KindReport:
+    if not recent.tasks_per_s_1min:
+        return kind
     return msgspec.structs.replace(
         kind,
         tasks_per_s=recent.tasks_per_s,

@@ -311,12 +311,13 @@ class Windows:
         self._now = clock.monotonic
         self._began = self._now()
         self._forgotten = 0
-        self._series: dict[tuple[str, str], _Lately] = {}
+        self._series: dict[str, dict[str, _Lately]] = {}  # by engine, by kind
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        series = self._series.get((engine, task.lane))
+        kinds = self._series.setdefault(engine, {})
+        series = kinds.get(task.lane)
         if series is None:
-            series = self._series[engine, str(task.lane)] = _Lately()
+            series = kinds[str(task.lane)] = _Lately()
         waited = 0.0
         for rank in result.ranks:
             if rank.storage_s > waited:
@@ -334,9 +335,8 @@ class Windows:
         """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
-        chosen = [
-            series for (whose, what), series in self._series.items() if engine in (None, whose) and kind in (None, what)
-        ]
+        engines = self._series.values() if engine is None else [self._series.get(engine, {})]
+        chosen = [series for kinds in engines for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
             return Recent()
         short = [
@@ -367,10 +367,13 @@ class Windows:
         if last == self._forgotten:
             return
         self._forgotten = last
-        for key, series in list(self._series.items()):
-            series.forget(last)
-            if not series.slots:
-                del self._series[key]
+        for engine, kinds in list(self._series.items()):
+            for kind, series in list(kinds.items()):
+                series.forget(last)
+                if not series.slots:
+                    del kinds[kind]
+            if not kinds:
+                del self._series[engine]
 
 
 def _bucket(seconds: float) -> int:

@@ -54,6 +54,7 @@ from transferd.storage.queues import (
     EVICTED,
     FOUND_AT,
     GONE,
+    GUESSED,
     PINNED,
     RESTORED,
     SLACK,
@@ -243,11 +244,14 @@ class LruIndex:
         """Never evict this present object until `unpin` for the same reason."""
         assert entry.group is not None
         queue, depth = entry.group.queue, entry.depth
+        if why == UNSAVED and not entry.kept and not entry.touched:
+            why |= GUESSED
         if not entry.kept:
             self._leave_group(entry)
             queue.pinned.add(entry, depth)
         if why == PINNED and not entry.kept & PINNED:
             queue.account.pinned += self.size(entry.nbytes)
+            entry.kept &= ~GUESSED  # it stays with the engine that came first
         entry.kept |= why
 
     def unpin(self, entry: Entry, use: Use, why: int = PINNED) -> None:
@@ -256,9 +260,10 @@ class LruIndex:
             return
         if why == PINNED:
             entry.group.queue.account.pinned -= self.size(entry.nbytes)
-        entry.kept &= ~why
+        guessed = bool(entry.kept & GUESSED)
+        entry.kept &= ~(why | GUESSED)
         if not entry.kept:
-            self._move(entry, self.chains.leading(use, entry.name), entry.depth)
+            self._move(entry, self.chains.leading(use, entry.name), entry.depth, guessed=guessed)
 
     # --- coming -------------------------------------------------------------------------------------
 
@@ -376,7 +381,12 @@ class LruIndex:
         group = entry.group
         assert group is not None
         if entry.kept:
-            group.raise_to(entry, depth)
+            if entry.kept & GUESSED:
+                entry.kept &= ~GUESSED
+                queue = self._leave_group(entry)
+                self._give(entry, queue, use).pinned.add(entry, depth)
+            else:
+                group.raise_to(entry, depth)
             return
         if group.use is not use:
             use = self.chains.leading(use, entry.name)
@@ -387,19 +397,23 @@ class LruIndex:
         elif group.raise_to(entry, depth):
             self.noted(entry.name, group.number, depth)
 
-    def _move(self, entry: Entry, use: Use, depth: int) -> None:
+    def _move(self, entry: Entry, use: Use, depth: int, *, guessed: bool = False) -> None:
         """Take an object out of its group, and give it to a use."""
-        guessed = not entry.touched
+        known = entry.touched
         queue = self._leave_group(entry)
-        mine = self._queues.get(use.owner)
-        if guessed and mine is not None and mine.account.present and mine.account.space == space_of(entry.name):
-            queue = self._give(entry, queue, mine)
+        if guessed or not known:
+            queue = self._give(entry, queue, use)
         group = self.chains.group(use, queue)
+        if guessed and not group.live:
+            group.at = FOUND_AT
         group.add(entry, depth)
         self.noted(entry.name, group.number, depth)
 
-    def _give(self, entry: Entry, queue: Queue, mine: Queue) -> Queue:
+    def _give(self, entry: Entry, queue: Queue, use: Use) -> Queue:
         """Give an object that was found at start to the engine that is the first to use it. Returns its queue."""
+        mine = self._queues.get(use.owner)
+        if mine is None or not mine.account.present or mine.account.space != space_of(entry.name):
+            return queue
         size = self.size(entry.nbytes)
         for account, sign in ((queue.account, -1), (mine.account, 1)):
             account.used += sign * size

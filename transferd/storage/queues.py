@@ -122,14 +122,14 @@ class Use:
 
 
 # Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use;
-# its removal has failed.
-PINNED, UNSAVED, AWAITED, STUCK = 1, 2, 4, 8
+# its removal has failed. GUESSED beside UNSAVED: it was found at a start, and nobody has used it since.
+PINNED, UNSAVED, AWAITED, STUCK, GUESSED = 1, 2, 4, 8, 16
 
 
 class Entry:
     """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
-    kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED and STUCK.
+    kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED, STUCK and GUESSED.
     """
 
     __slots__ = ("depth", "group", "kept", "name", "nbytes")

@@ -49,7 +49,7 @@ class SimBucket:
 
     fault: "", "silent" (nobody listens), "hang" (an answer after the library's own timeout), or what it refuses with.
     link: whether what this node receives is spoilt on its way. gone: when an object left it, for whatever reason.
-    deletes: told of each object that a node removes. writes: PUTs so far.
+    deletes: told of each object that a node removes. writes: PUTs so far. refused: when it has refused one.
     """
 
     def __init__(self, rng: random.Random, now: Callable[[], float]) -> None:
@@ -58,6 +58,7 @@ class SimBucket:
         self.fault = ""
         self.link = False
         self.writes = 0
+        self.refused: list[float] = []
         self.deletes: Callable[[str, bytes], None] = lambda _name, _data: None
         self._rng = rng
         self._now = now
@@ -106,6 +107,8 @@ class SimBucket:
         return SimpleNamespace(meta={"size": len(data)}, bytes=lambda: data)
 
     def put(self, path: str, data: memoryview) -> None:
+        if self.fault in REFUSALS:
+            self.refused.append(self._now())
         self._answer()
         self.writes += 1
         self.objects[_name(path)] = bytes(data)

@@ -27,10 +27,12 @@ class Medium:
     """What lies under one path, be it mounted or not.
 
     fault: the errno that it answers with; 0 if it is well. away: whether it is not mounted. gone: when an object has
-    left it, by its name.
+    left it, by its name. writes: objects written to it so far.
     """
 
     def __init__(self, root: Path, now: Callable[[], float]) -> None:
+        self.writes = 0
+        self.went = 0.0  # when it went away, the last time
         self.root = root
         self.away = False
         self.gone: dict[str, float] = {}
@@ -59,6 +61,10 @@ class Medium:
     def has(self, name: str) -> bool:
         return self._file(name).is_file()
 
+    def set_aside(self) -> set[str]:
+        """What lies in its quarantine."""
+        return {path.name for path in ((self._pulled if self.away else self.root) / "quarantine").glob("*")}
+
     def remove(self, name: str) -> None:
         """Somebody removes a file."""
         if not self.away and self.has(name):
@@ -79,7 +85,7 @@ class Medium:
 
     def go(self) -> None:
         """It is unmounted: what is at its path now is the empty directory that it was mounted on."""
-        self.away = True
+        self.away, self.went = True, self._now()
         self.root.rename(self._pulled)
         self.root.mkdir()
 
@@ -156,7 +162,12 @@ class WatchedDirectory(DyingDirectory):
 
     def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
         done = super().write_run(items, fill, near)
+        self.medium.writes += done
         for _, _, displaced, _ in items[:done]:
             if displaced is not None:
                 self.medium.left(displaced)
         return done
+
+    def write(self, name: str, data: memoryview) -> None:
+        super().write(name, data)
+        self.medium.writes += 1

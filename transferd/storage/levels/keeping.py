@@ -51,7 +51,7 @@ class LevelsKeeper(ManyKeepers):
             # copy above.
             if selection.owner is None and selection.unused_s is None:
                 for back in parts.write_backs:
-                    back.spoil([name for name in back.pending() if selection.fits(name)], "purged")
+                    back.withdraw("purged", selection.fits)
             total = await self._of_all(selection, by, dry_run=False)
             # What has read an object before the fence removes it, if it has stored the object since.
             for back in parts.write_backs:

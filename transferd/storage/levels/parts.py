@@ -58,8 +58,7 @@ class StackParts:
         """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
         one = self.unsaved.get(item.name)
         if one is not None and one.source is level and one.nbytes != item.nbytes:
-            for back in self.write_backs:
-                back.spoil([item.name], "quarantined")
+            self.fences.damaged(item.name, level.number)
 
     def withdraw(self, level: StoreLevel, name: str) -> asyncio.Future[Any]:
         """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it."""

@@ -269,15 +269,16 @@ class StackPrefetcher(Prefetcher):
             for i in damaged:
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
-            bad = {*damaged, *(i for i in found if parts.fences.forbid(names[i], born))}
-            good = [i for i in found if i not in bad and not parts.promotions.spoilt(names[i])]
+            good = [
+                i for i in found if i not in damaged and not parts.fences.forbids(names[i], born, outcomes[i].level)
+            ]
             self._note_errors(one, outcomes)
             if good:
                 sources = [outcomes[i].level for i in good]
                 await self._store(one, [items[i] for i in good], [slots[i] for i in good], sources, born)
             return again
         finally:
-            await parts.promotions.came(names, level)
+            parts.promotions.came(names)
 
     def _note_errors(self, one: StackBringing, outcomes: Sequence[Outcome]) -> None:
         """Why some of these did not come up, unless an earlier reason is known."""
@@ -299,7 +300,7 @@ class StackPrefetcher(Prefetcher):
         parts, level = self._parts, one.level
         answers = await level.storage.store(items, None, slots)
         for item, source, answer in zip(items, sources, answers, strict=True):
-            if parts.fences.forbid(item.name, born):
+            if parts.fences.forbids(item.name, born, source):
                 if answer.found is Found.STORED:
                     await parts.withdraw(level, item.name)
                 continue

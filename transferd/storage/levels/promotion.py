@@ -102,7 +102,7 @@ class Promotions:
         self._withdraw = withdraw
         self._uses = Names(FEWEST)
         self._running: set[asyncio.Task[None]] = set()
-        self._coming: dict[str, bool] = {}  # names that are being stored above, and whether they may stay
+        self._coming: set[str] = set()  # names that are being stored above
         self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
         self._repairs = Names(FEWEST)  # names whose copy above was damaged
         self.awaited: Counter[str] = Counter()  # names that prefetches have yet to bring: the next load does it
@@ -129,12 +129,14 @@ class Promotions:
         """Store these above. Owns the buffers. born: the number of the latest purge when their load began."""
         target = self.above(source)
         names = [item.name for item in items]
-        fresh = [i for i, name in enumerate(names) if name not in self._coming and not self._fences.forbid(name, born)]
+        forbids = self._fences.forbids
+        fresh = [
+            i for i, name in enumerate(names) if name not in self._coming and not forbids(name, born, source.number)
+        ]
         if target is None or not fresh:
             self.buffers.give_back(buffers)
             return
-        for i in fresh:
-            self._coming[names[i]] = True
+        self._coming.update(names[i] for i in fresh)
         self.run(self._store(source, target, items, buffers, fresh, born))
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -157,7 +159,7 @@ class Promotions:
         try:
             outcomes = await target.storage.store(above, None, [buffers[i].data for i in fresh])
             for item, outcome in zip(above, outcomes, strict=True):
-                if outcome.found is Found.STORED and self._fences.forbid(item.name, born):
+                if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source.number):
                     await self._withdraw(target, item.name)
                 elif outcome.found is Found.STORED:
                     assert item.use is not None
@@ -166,14 +168,10 @@ class Promotions:
                     target.stored(item.name)
                     self._repairs.discard(item.name)
                     self.note(item.name, source, target)
-            for item in above:
-                if not self._coming[item.name]:
-                    await target.storage.quarantine(item.name)
         except StorageError:
             target.counts["promotions_failed"] += 1
         finally:
-            for item in above:
-                del self._coming[item.name]
+            self.came(item.name for item in above)
             self.buffers.give_back(buffers)
 
     def note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
@@ -189,8 +187,6 @@ class Promotions:
         The next use of the block repairs it from a level below.
         """
         self._repairs.add(name)
-        if name in self._coming:
-            self._coming[name] = False
         source, target = self._sources.pop(name, (None, None))
         return target if source is level else None
 
@@ -200,17 +196,11 @@ class Promotions:
 
     def mark(self, names: Iterable[str]) -> None:
         """Note that these begin to come up by other means. None may be coming already (`comes`). Then call `came`."""
-        self._coming.update(dict.fromkeys(names, True))
+        self._coming.update(names)
 
-    async def came(self, names: Sequence[str], target: StoreLevel) -> None:
-        """Note that these have come, or not. Objects that were found damaged meanwhile do not stay."""
-        spoilt = [name for name in names if not self._coming.pop(name)]
-        for name in spoilt:
-            await target.storage.quarantine(name)
-
-    def spoilt(self, name: str) -> bool:
-        """Whether this block, which is being copied up, must not stay."""
-        return not self._coming[name]
+    def came(self, names: Iterable[str]) -> None:
+        """Note that these have come, or not."""
+        self._coming.difference_update(names)
 
     async def settled(self) -> None:
         """Wait for all promotions that run now."""

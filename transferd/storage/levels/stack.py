@@ -413,9 +413,7 @@ class LevelsStorage(Storage, Index, Levels):
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
         """Only in this level, and in the level with a copy of its copy."""
         at = self.all_levels[level]
-        if (one := self.unsaved.get(name)) is not None and one.source is at:
-            for back in self.write_backs:
-                back.spoil([name], "quarantined")
+        self._parts.fences.damaged(name, level)
         works = [self._parts.put_aside(at, name)]
         if (above := self._promotions.damaged(name, at)) is not None:
             works.append(self._parts.put_aside(above, name))

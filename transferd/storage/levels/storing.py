@@ -250,7 +250,7 @@ class _Store:
         if answer.found not in (Found.STORED, Found.EXISTS):
             return
         assert item.use is not None
-        if self._parts.fences.forbid(item.name, self._born, item.use):  # it was purged meanwhile
+        if self._parts.fences.forbids(item.name, self._born, None, item.use):  # it was purged meanwhile
             if answer.found is Found.STORED:
                 self._parts.withdraw(level, item.name)
             return

@@ -11,7 +11,7 @@ A copy is given up, and counted by its reason, only if
     failed, full the level will never take this object, or has refused it for `write_back_max_age`
     down         the level did not answer for `write_back_max_age`
     gone         the copy above could not be read, or was removed there
-    quarantined, purged   it was found damaged, or purged
+    quarantined, purged   it was found damaged above, or purged
     drained      the level was taken out
     close        the daemon ended
 
@@ -30,7 +30,7 @@ import ctypes
 import mmap
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -192,7 +192,6 @@ class WriteBack:
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
-        self._spoilt: dict[str, str] = {}  # objects that are being copied and must not stay, and why
         self._coming = 0  # bytes of stores that have room and run now
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -267,20 +266,11 @@ class WriteBack:
         if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
             self.pending_bytes += nbytes - one.nbytes
 
-    def spoil(self, names: Iterable[str], why: str) -> None:
-        """Drop queued copies of these; running ones must not stay: the copy above is damaged, or will be removed."""
-        for name in names:
-            if name in self._copying:
-                self.level.bad[name] += name not in self._spoilt
-                self._spoilt[name] = why
-            elif (one := self._queue.pop(name, None) or self._urgent.pop(name, None)) is not None:
-                self._end(one, why, None)
-
-    def withdraw(self, why: str) -> None:
-        """Give up copies that wait and are not running."""
+    def withdraw(self, why: str, fits: Callable[[str], bool] = lambda _name: True) -> None:
+        """Give up copies of objects that fit, if they wait and are not running."""
         for queue in (self._queue, self._urgent):
-            while queue:
-                self._end(queue.popitem()[1], why, None)
+            for name in list(filter(fits, queue)):
+                self._end(queue.pop(name), why, None)
 
     def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
         """The end of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
@@ -301,10 +291,6 @@ class WriteBack:
     def refuses(self) -> str:
         """Why the level takes no copies now, though it answers."""
         return "" if self.refusal is None or self.refusal.refusal == "silent" else str(self.refusal)
-
-    def pending(self) -> list[str]:
-        """The names of all that waits or is being copied."""
-        return [*self._copying, *self._urgent, *self._queue]
 
     async def idle(self) -> None:
         """Wait until nothing waits to be copied."""
@@ -448,9 +434,7 @@ class WriteBack:
         """The level has refused an object: tell the task that waits for it. Returns False if the copy has ended."""
         number = self.level.number
         one.tries[number] += error.refusal == "passing"
-        if one.name in self._spoilt:
-            self._end(one, self._spoilt[one.name], None)
-        elif error.refusal == "object":
+        if error.refusal == "object":
             self._end(one, _why_lost(error), error)
         elif self._closing:
             self._end(one, "close", error)
@@ -482,8 +466,8 @@ class WriteBack:
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is not Found.FOUND:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif one.name in self._spoilt or self._fences.forbid(one.name, born):
-                self._end(one, self._spoilt.get(one.name, "purged"), None)
+            elif why := self._fences.forbids(one.name, born, one.source.number):
+                self._end(one, why, None)
             else:
                 rest.append((one, slot))
         if not rest:
@@ -511,15 +495,9 @@ class WriteBack:
         if outcome.found is Found.STORED:  # the level above holds it for those below
             self.level.storage.index.release(one.name, one.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
-            if self._fences.forbid(one.name, born):
-                if outcome.found is Found.STORED:
-                    await self._withdraw(self.level, one.name)
-                self._end(one, "purged", None)
-                return
-            if (why := self._spoilt.get(one.name)) is None:
-                self._end(one, "", None)
-                return
-            await self.level.storage.quarantine(one.name)
+            why = self._fences.forbids(one.name, born, one.source.number)
+            if why and outcome.found is Found.STORED:
+                await self._withdraw(self.level, one.name)
             self._end(one, why, None)
             return
         error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
@@ -528,8 +506,6 @@ class WriteBack:
     def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
         """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
         self._copying.pop(one.name, None)
-        if self._spoilt.pop(one.name, None) is not None:
-            self.level.is_good(one.name)
         self.pending_bytes -= one.nbytes
         if why:
             self.level.lost[why] += 1
