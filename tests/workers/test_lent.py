@@ -13,9 +13,10 @@ from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import LEFT, STORED, Fill, Item, Lent
+from transferd.storage.base import LEFT, STORED, Fill, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
+from transferd.storage.lent import Lent
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
 from transferd.workers import cpu_blocks

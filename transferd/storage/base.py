@@ -43,6 +43,7 @@ from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
+from transferd.storage.lent import lent_by
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
@@ -122,29 +123,6 @@ class PartItem(Item):
     @property
     def span(self) -> tuple[int, int]:
         return self._span
-
-
-class Lent(NamedTuple):
-    """Blocks for the C extensions (workers/_lent.h), which make and take their objects without the GIL.
-
-    A Fill or a Drainer that has it as `lent` may be passed over: it is called only for an object that the extension
-    could not make or take.
-
-    numbers: for each item of the call, the number of its block.
-    busy: by number, whether the Drainer must be called for the object in any case; empty if for none.
-    """
-
-    blocks: Any
-    numbers: Sequence[int]
-    busy: bytearray = bytearray()
-
-    def chosen(self, which: Sequence[int]) -> Lent:
-        return self._replace(numbers=chosen(self.numbers, which))
-
-
-def lent_by(call: object) -> Lent | None:
-    """The blocks that a Fill or a Drainer lends to the extensions; None if it lends none."""
-    return getattr(call, "lent", None)
 
 
 Fill = Callable[[int, memoryview, bool], bool]

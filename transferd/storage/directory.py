@@ -40,13 +40,14 @@ from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage import file_io
-from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take, lent_by
+from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
 from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
+from transferd.storage.lent import lent_by
 from transferd.storage.paths import (
     is_directory_of_ours,
     is_temporary,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import math
 import os
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
@@ -34,13 +33,13 @@ from transferd.runtime.aio import Paced
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
-from transferd.storage.base import LEFT, Drainer, Item, Take, lent_by
-from transferd.storage.batch import Answer, Read, StoreBatch, Write
+from transferd.storage.base import Item, Take
+from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import FULL, NATIVE, leave_files
+from transferd.storage.file_runs import FileRuns
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder, trim_heap
-from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE, IndexKeeper
 from transferd.storage.ledger import Ledger
@@ -74,7 +73,7 @@ LOST = (
 )
 
 
-class FileStorage(IndexedStorage):
+class FileStorage(FileRuns):
     """Objects as files under `section.path`, which is one directory (disks.py has several).
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
@@ -559,66 +558,6 @@ class FileStorage(IndexedStorage):
 
     def _write(self, name: str, data: memoryview, spare: None) -> None:  # noqa: ARG002 - only a run writes over files
         self._directory.write(name, data)
-
-    def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
-        """As many as possible in one call of the extension, the others one by one."""
-        self._journal.flush_soon()
-        done = 0
-        while done < len(run):
-            usual = list(itertools.takewhile(self._is_usual, run[done:]))
-            ended = self._write_usual(batch, usual) if usual else 0
-            for write in usual[:ended]:
-                write.error = None
-                write.victims.clear()
-            done += ended
-            if ended < len(usual) or not usual:
-                self._write_one(batch, run[done])
-                done += 1
-
-    def _is_usual(self, write: Write) -> bool:
-        return not write.victims or self._spare_of(write) is not None
-
-    def _write_usual(self, batch: StoreBatch, writes: Sequence[Write]) -> int:
-        slot = None if batch.fill is None else batch.slots.pop()
-        try:
-            items = [
-                (
-                    write.position,
-                    write.item.name,
-                    write.victims[0].name if write.victims else None,
-                    batch.slots[write.position] if slot is None else slot[: write.item.nbytes],
-                )
-                for write in writes
-            ]
-            return self._directory.write_run(items, batch.fill, self._near)
-        finally:
-            if slot is not None:
-                batch.slots.append(slot)
-
-    def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
-        """As many as possible in one call of the extension, the others one by one."""
-        answers: list[Answer] = []
-        while len(answers) < len(run):
-            answers += self._read_usual(drain, slots, run[len(answers) :])
-            if len(answers) < len(run):
-                answers.append(self._read_one(drain, slots, run[len(answers)]))
-        return answers
-
-    def _read_usual(self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]) -> list[Answer]:
-        if drain is not None and not (drain.wanted and lent_by(drain)):
-            reads = reads[: drain.wanted]  # one by one: only the extension sees the end of a task by itself
-        reads = list(itertools.takewhile(lambda read: read.entry.nbytes == read.item.nbytes, reads))
-        slot = None if drain is None or not reads else slots.pop()
-        try:
-            items = [
-                (read.position, read.item.name, slots[read.position] if slot is None else slot[: read.item.nbytes])
-                for read in reads
-            ]
-            span = None if drain is None or not reads else reads[0].item.span
-            return [answer or LEFT for answer in self._directory.read_run(items, drain, span)]
-        finally:
-            if slot is not None:
-                slots.append(slot)
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         return self._directory.read(item.name, slot, take)

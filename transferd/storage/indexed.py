@@ -33,9 +33,9 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from transferd.errors import Closed, StillRunning, StorageError, StorageFull
+from transferd.errors import StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
@@ -58,10 +58,12 @@ from transferd.storage.batch import (
     Damaged,
     LevelOrder,
     Read,
+    ReadRun,
     StoreBatch,
     Write,
     bare,
     is_whole,
+    runs_of,
     summary_of,
 )
 from transferd.storage.effects import Effects, Traffic
@@ -71,12 +73,7 @@ from transferd.storage.queues import DAMAGED, GONE, PURGED
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
-RUN_BYTES = 1024**2  # that a thread writes or reads, as a run of objects, before another engine's turn; or one object
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
-
-
-W = TypeVar("W", Read, Write)
-ReadRun = Callable[[Sequence[Read]], list[Answer]]
 
 
 class IndexedStorage(LevelOrder, Storage, Purging):
@@ -164,24 +161,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _wrote(self) -> None:
         """Some writes have ended, with success or not."""
 
-    def _check_usable(self) -> None:
-        """Raise StorageUnavailable while no call can succeed."""
-
     # --- the contract -------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look the names up in the index. This counts as a use: usually a load follows, or a store is skipped."""
         return self.find(names, Use())
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        self._check_not_closed()
-        if use is None:  # not a use: the order of eviction stays
-            return [name in self._index for name in names]
-        self._check_usable()
-        return self._index.find(names, use)
-
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:  # the default, nearer to the write's own way
-        return self.find(names, use)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
@@ -358,7 +342,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                     write_run(writes)
                 else:
                     most = 0 if batch.fill is None else len(batch.slots)
-                    await self._effects.run(Direction.OUT, self._runs(writes), write_run, at_once=most)
+                    await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
                     more = [victim.name for victim in write.victims]
@@ -392,12 +376,6 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._suspect(write.error)
         return bool(write.victims)
 
-    def _runs(self, work: Sequence[W]) -> list[Sequence[W]]:
-        """Cut a batch into what a thread does at a time: at least two runs for each thread."""
-        largest = max([one.item.nbytes for one in work], default=0) or 1
-        size = max(1, min(RUN_BYTES // largest, len(work) // (2 * self._shares)))
-        return [work[start : start + size] for start in range(0, len(work), size)]
-
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         """In a thread, unless the batch is small."""
         for write in run:
@@ -421,11 +399,6 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         finally:
             slots.append(slot)
 
-    def _spare_of(self, write: Write) -> Victim | None:
-        """In a thread: the one victim of a write, unless it is being read: the object can be written over it."""
-        victim = write.victims[0] if len(write.victims) == 1 else None
-        return None if victim is None or self._traffic.reads(victim.name) else victim
-
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
         spare = self._free(write)
@@ -443,7 +416,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """
         spare = None
         while write.victims:
-            fits = write.error is None and self._spare_of(write) is not None
+            fits = write.error is None and write.spare(self._traffic.reads) is not None
             victim = write.victims.pop()
             try:
                 if fits:
@@ -501,7 +474,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         reads = self._present(items)
         with self._traffic.reading([read.item.name for read in reads]):
-            runs = await self._effects.run(Direction.IN, self._runs(reads), read_run, then=self._leave, at_once=most)
+            runs = await self._effects.run(
+                Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
+            )
             answers = list(itertools.chain.from_iterable(runs))
         outcomes, bad = self._judge(items, reads, answers)
         if bad:
@@ -614,7 +589,3 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _check_open(self) -> None:
         self._check_not_closed()
         self._check_usable()
-
-    def _check_not_closed(self) -> None:
-        if self._closed:
-            raise Closed(f"{self.backend} storage is closed")

@@ -39,15 +39,14 @@ from transferd.storage.base import (
     Found,
     FrontStorage,
     Item,
-    Lent,
     Outcome,
     Outcomes,
     Storage,
     added,
     chosen,
     chosen_drain,
-    lent_by,
 )
+from transferd.storage.lent import Lent, lent_by
 from transferd.tiers.base import INLINE_BYTES
 
 FOLLOW_S = 2.0  # far longer than a load that moves its bytes

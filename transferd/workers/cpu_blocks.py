@@ -22,7 +22,7 @@ from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Lent
+from transferd.storage.lent import Lent
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
