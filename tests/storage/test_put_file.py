@@ -1,4 +1,4 @@
-"""put_file.py: what it does to a file, and says of it. test_file_runs.py holds the extension to the same."""
+"""put_file of file_io.py: what it does to a file, and says of it. test_file_runs.py holds the extension to the same."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 
 from tests.storage.harness import skip_without_direct_io
 from tests.support.descriptors import open_below
-from transferd.storage.file_io import UNIT
-from transferd.storage.put_file import put_file
+from transferd.storage.file_io import UNIT, put_file
 
 FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)

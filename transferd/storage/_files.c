@@ -2,7 +2,7 @@
  *
  * Each object's bytes come from a block that its task lends (_lent.h), or go there, or lie in the caller's memory. What does not
  * go as it usually does, ends the call and leaves no trace: the slow twins in Python then do that object and say what is wrong
- * with it (directory.py, put_file.py, file_io.py). The tests of the file backend run both. setup.py says for which versions of
+ * with it (directory.py, file_io.py). The tests of the file backend run both. setup.py says for which versions of
  * CPython one build serves.
  */
 #define _GNU_SOURCE 1

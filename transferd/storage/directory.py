@@ -20,7 +20,7 @@ Without `fsync` nothing waits for the medium. A killed process loses nothing, be
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
 With `fsync`, the object's bytes and its directory entry are on the medium before `write` returns.
 
-file_io.py reads the bytes of a file, and put_file.py writes them.
+file_io.py writes and reads the bytes of a file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from transferd.storage import file_io
 from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
 from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, put_file
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
@@ -57,7 +57,6 @@ from transferd.storage.paths import (
     temporary_of,
 )
 from transferd.storage.pruning import Pruning
-from transferd.storage.put_file import put_file
 from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
 from transferd.storage.spares import Spares
