@@ -66,7 +66,7 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.machine.faults.matrix --write
 
-rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed and behind bad cables, in network namespaces; needs root (11 minutes)
+rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed, behind bad cables and with masters that die, in network namespaces; needs root, and etcd for the last (15 minutes)
 	RACK=whole $(BIN)/python -m pytest tests/machine/rack
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon

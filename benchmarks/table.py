@@ -27,6 +27,8 @@ def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     if tree.get("bench") == "peers":
         return peers(tree)
+    if tree.get("bench") == "fleet":
+        return fleet(tree)
     if "machines" in tree:
         return cuda(tree)
     return verdicts(tree) if "checks" in tree else measured(tree)
@@ -48,6 +50,31 @@ def measured(tree: dict[str, Any]) -> str:
         f"| {r['ratio']:.2f} | {r['spread']:.0%} |"
         for r in tree["rows"]
     ]
+    return "\n".join(lines)
+
+
+def fleet(tree: dict[str, Any]) -> str:
+    """What `benchmarks.fleet` has predicted."""
+    names = (
+        "nodes",
+        "router",
+        "pool",
+        "event",
+        "without prefill",
+        "p50",
+        "p90",
+        "p99",
+        "busy",
+        "between nodes",
+        "peak",
+    )
+    lines = [" | ".join(["", *names, ""]).strip(), "|---" * len(names) + "|"]
+    for point in tree["points"]:
+        kind, seconds = point["fleet"], [f"{one:,.2f} s" for one in point["ttft_s"].values()]
+        cells = [str(kind["nodes"]), kind["router"], "yes" if point["pool"] else "no", kind["event"] or "none"]
+        cells += [f"{1 - point['hit_rate']['computed']:.1%}", *seconds, f"{point['busy']['mean']:.0%}"]
+        cells += [f"{point['network_bytes'] / 1e12:.2f} TB", f"{8 * point['network_peak'] / 1e9:.1f} Gbit/s"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -87,8 +87,10 @@ MIB = 1024**2
 SETS = {
     "peers": GROUPS,
     "hicache": (
+        Group("512 pages of 64 KiB", HICACHE, blocks=512, block_bytes=MIB // 16),
+        Group("256 pages of 256 KiB", HICACHE, blocks=256, block_bytes=MIB // 4),
         Group("128 pages of 1 MiB", HICACHE, blocks=128, block_bytes=MIB),
-        Group("16 pages of 8 MiB", HICACHE, blocks=16, block_bytes=8 * MIB),
+        Group("48 pages of 4 MiB", HICACHE, blocks=48, block_bytes=4 * MIB),
     ),
     "lmcache": (
         Group("512 objects of 64 KiB", L2, blocks=512, block_bytes=MIB // 16),

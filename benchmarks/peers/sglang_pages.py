@@ -62,7 +62,7 @@ class SglangPages(Peer):
         halves = [np.frombuffer(_memory(half), np.uint8).reshape(-1, order.block_bytes // 2) for half in pool.kv_buffer]
         self.areas = [half[: order.blocks] for half in halves]  # a pool has a page more than asked for
         place = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="sp.")))
-        backend = self._backend(pool, place, order.directory)
+        self._backend = backend = self._storage(pool, place, order.directory)
         # All that the page functions use of a controller.
         controller = SimpleNamespace(storage_backend=backend, storage_host_pool=pool, page_size=tokens)
         set_pages, get_pages = PAGE_FUNCTIONS[self._kind]
@@ -76,8 +76,11 @@ class SglangPages(Peer):
                 raise OSError("a store failed")
 
     def load(self, number: int) -> None:
+        """Look up and load, batch by batch, as SGLang does for a prefix that its tree does not have."""
         operation = SimpleNamespace(request_id="bench", is_terminated=lambda: False)
         for keys, indices in self._batches(number):
+            if self._backend.batch_exists(keys) != len(keys):
+                raise OSError("a look-up has missed")
             if self._get(operation, keys, indices) != len(keys):
                 raise OSError("a load failed")
 
@@ -85,7 +88,7 @@ class SglangPages(Peer):
         self.areas = []
         self._open.close()
 
-    def _backend(self, pool: Any, place: Path, directory: Path) -> Any:
+    def _storage(self, pool: Any, place: Path, directory: Path) -> Any:
         from sglang.srt.mem_cache.storage import StorageBackendFactory
 
         from tests.machine.with_sglang import pools

@@ -25,7 +25,8 @@ from tests.support.waits import wait_until
 pytestmark = pytest.mark.one_loop
 
 PATIENCE_MS = 60_000
-LARGE: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(2, 3, 5000)], [FLOAT16])
+LARGE: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(2, 3, 4992)], [FLOAT16])
+EVEN: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(64,), (1024,)], [FLOAT16, UINT8])  # 64 bytes each time
 SMALL: tuple[list[tuple[int, ...]], list[lmcache.Dtype]] = ([(17,), (1001,)], [FLOAT16, UINT8])
 
 
@@ -169,7 +170,7 @@ def test_what_a_lookup_has_locked_is_read_without_the_daemon_until_it_is_unlocke
     if not tells_what_it_has(Path(tempfile.gettempdir())):
         pytest.skip("the file system cannot say what the page cache has")
     l2 = make(load_timeout=0.5, in_place=in_place)
-    named, given = [*keys(20), *keys(20, group=1)], [*objects(20, LARGE, seed=1), *objects(20, SMALL, seed=2)]
+    named, given = [*keys(20), *keys(20, group=1)], [*objects(20, LARGE, seed=1), *objects(20, EVEN, seed=2)]
     assert store(l2, named, given) > 0
     layouts = {0: lmcache.layout(given[0]), 1: lmcache.layout(given[-1])}
     assert all(find(l2, named, layouts))
@@ -177,7 +178,7 @@ def test_what_a_lookup_has_locked_is_read_without_the_daemon_until_it_is_unlocke
     daemon = l2._finder.started.process.pid
     os.kill(daemon, signal.SIGSTOP)
     try:
-        empty = [*objects(20, LARGE), *objects(20, SMALL)]
+        empty = [*objects(20, LARGE), *objects(20, EVEN)]
         assert load(l2, named[4:], empty[4:]) == [True] * 36
         assert all(np.array_equal(one.bytes, other.bytes) for one, other in zip(given[4:], empty[4:], strict=True))
         assert load(l2, named[2:6], empty[2:6]) == [True, False, True, True], "the daemon's, as the disk must be read"

@@ -23,12 +23,11 @@ PAYLOAD = os.urandom(2 * 262_144 + 64)  # more than the C code reads at a time
 LATER = time.monotonic() + 3600
 
 
-@pytest.fixture(params=[True, False], ids=["C", "Python"])
-def directory(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where objects are. With the code in C, and with its twin."""
-    if request.param and not file_io.NATIVE:
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where objects are."""
+    if not file_io.NATIVE:
         pytest.skip("the installation had no compiler")
-    monkeypatch.setattr(file_io, "NATIVE", request.param)
     if not tells_what_it_has(tmp_path):
         pytest.skip("the file system cannot say what the page cache has")
     return tmp_path
@@ -57,13 +56,36 @@ def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: A
 def read(directory: Path, nbytes: int = len(PAYLOAD), until: float = LATER) -> bytes | None:
     leases, data = ReadLeases(), bytearray(nbytes)
     leases.take(["k"], places(directory), until)
-    return bytes(data) if leases.read("k", memoryview(data)) else None
+    return bytes(data) if leases.read("k", [memoryview(data)]) else None
 
 
-@pytest.mark.parametrize("nbytes", [1, 240, 256, 4096, 70_001, len(PAYLOAD)])
+@pytest.mark.parametrize("nbytes", [256, 4096, 70_016, len(PAYLOAD)])
 def test_an_intact_object_is_read(nbytes: int, directory: Path) -> None:
     stored(directory, payload=PAYLOAD[:nbytes])
     assert read(directory, nbytes) == PAYLOAD[:nbytes]
+
+
+@pytest.mark.parametrize("nbytes", [1, 192, 4095, 70_001])
+def test_odd_lengths_are_the_daemons(nbytes: int, directory: Path) -> None:
+    stored(directory, payload=PAYLOAD[:nbytes])
+    assert read(directory, nbytes) is None
+
+
+@pytest.mark.parametrize("nbytes", [64, 4096, 4160, 262_144 + 64])
+def test_the_pieces_of_an_object_are_filled_in_order_and_nothing_beside_them_is_touched(
+    nbytes: int, directory: Path
+) -> None:
+    count = 140 if nbytes < 5000 else 3
+    payload = os.urandom(nbytes * count)
+    stored(directory, payload)
+    leases, memory = ReadLeases(), bytearray(b"\xa5" * (2 * nbytes * count))
+    leases.take(["k"], places(directory), LATER)
+    pieces = [memoryview(memory)[2 * i * nbytes : (2 * i + 1) * nbytes] for i in reversed(range(count))]
+    assert leases.read("k", pieces)
+    assert b"".join(pieces) == payload
+    gaps = [memory[(2 * i + 1) * nbytes : (2 * i + 2) * nbytes] for i in range(count)]
+    assert b"".join(gaps) == b"\xa5" * (nbytes * count)
+    assert not leases.read("k", pieces[:-1])
 
 
 @pytest.mark.parametrize("what", ["key", "model", "fingerprint", "generation", "rank"])
@@ -121,12 +143,15 @@ def test_what_the_page_cache_lacks_is_not_read_from_the_disk(directory: Path) ->
 def test_a_lease_ends_with_its_time_and_with_its_end(directory: Path) -> None:
     stored(directory)
     assert read(directory, until=time.monotonic()) is None
-    leases, data = ReadLeases(), memoryview(bytearray(len(PAYLOAD)))
+    leases, data = ReadLeases(), [memoryview(bytearray(len(PAYLOAD)))]
     leases.take(["k"], places(directory), LATER)
     assert leases
     leases.end(["k", "unknown"])
     assert not leases
     assert not leases.read("k", data)
+    leases.take(["k"], places(directory), time.monotonic() - 1.0)
+    leases.take(["other"], replace(places(directory), where=[None]), LATER)
+    assert not leases, "what nobody has read does not pile up"
 
 
 def test_another_directory_at_the_same_path_and_a_key_that_no_file_has_give_no_lease(directory: Path) -> None:

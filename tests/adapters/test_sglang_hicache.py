@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,8 @@ import numpy as np
 import pytest
 
 from tests.support import fake_sglang as sglang
+from tests.support.page_cache import forget, tells_what_it_has
+from tests.support.waits import wait_until
 from transferd.adapters.sglang import identity, pools
 from transferd.adapters.sglang.settings import settings
 from transferd.errors import ConfigError, TierError
@@ -63,8 +67,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def filled(seed: int) -> sglang.HostPool:
-    pool = sglang.HostPool()
+def filled(seed: int, *, private: bool = False) -> sglang.HostPool:
+    pool = sglang.HostPool(private=private)
     pool.bytes[:, STORED] = np.random.default_rng(seed).integers(0, 256, (2, len(STORED), sglang.PIECE), dtype=np.uint8)
     return pool
 
@@ -223,6 +227,72 @@ def test_pages_of_private_memory_are_copied_and_shared_with_servers_whose_memory
     other = first._rank.pools["kv"].host
     assert first.batch_get_v1(more, sglang.indices(STORED)) == [True] * 8
     assert np.array_equal(other.bytes[:, STORED], pool.bytes[:, LOADED])
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_a_look_up_has_found_is_loaded_without_the_daemon(make: Callable[..., Any], private: bool) -> None:
+    """A damaged or lost file costs its own page, which the daemon then finds and counts."""
+    if not tells_what_it_has(Path(os.environ["XDG_CACHE_HOME"]).parent):
+        pytest.skip("the file system cannot say what the page cache has")
+    backend = make(pool := filled(1, private=private))
+    kv = backend._rank.pools["kv"]
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    assert backend.batch_exists([*KEYS, "x"]) == 8
+    before, files = pool.bytes.copy(), {page: _file_of(pool, page) for page in STORED}
+    daemon = kv.link._companion.started.process.pid
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        assert backend.batch_get_v1(KEYS, sglang.indices(LOADED)) == [True] * 8
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    before[:, LOADED] = before[:, STORED]
+    assert np.array_equal(pool.bytes, before)
+    content = bytearray(files[STORED[2]].read_bytes())
+    content[sglang.PIECE + 7] ^= 1
+    files[STORED[2]].write_bytes(content)
+    files[STORED[5]].unlink()
+    forget(files[STORED[6]])  # the daemon reads it from the disk
+    pool.bytes[:, LOADED] = 0
+    assert backend.batch_get_v1(KEYS, sglang.indices(LOADED)) == [i not in (2, 5) for i in range(8)]
+    whole = [i for i in range(8) if i not in (2, 5)]
+    assert np.array_equal(pool.bytes[:, [LOADED[i] for i in whole]], pool.bytes[:, [STORED[i] for i in whole]])
+    wait_until(lambda: kv.link.stats()["storage"]["corrupt"] == 1, "the daemon has not noticed")
+    assert [kv.exists([key])[0] for key in KEYS] == [i not in (2, 5) for i in range(8)]
+
+
+def test_new_weights_end_what_was_found_under_the_old_ones(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = [("", 0)]
+    monkeypatch.setattr("transferd.adapters.sglang.weights.of_sglang", lambda: version[0])
+    backend = make(pool := filled(1))
+    assert all(backend.batch_set_v1(KEYS, sglang.indices(STORED)))
+    before = pool.bytes.copy()
+    assert backend.batch_exists(KEYS) == 8
+    version[0] = "step-2", 0
+    assert backend.batch_get_v1(KEYS, sglang.indices(LOADED)) == [False] * 8
+    version[0] = "", 0
+    kv = backend._rank.pools["kv"]
+    lease = kv.link.lease
+
+    def changed_meanwhile(keys: list[str], ttl: float) -> Any:
+        answer = lease(keys, ttl)
+        assert answer.result().there == [True] * 8
+        version[0] = "step-2", 0
+        backend._rank._weights.follow([kv])
+        return answer
+
+    monkeypatch.setattr(kv.link, "lease", changed_meanwhile)
+    assert backend.batch_exists(KEYS) == 8, "of the old weights"
+    assert backend.batch_get_v1(KEYS, sglang.indices(LOADED)) == [False] * 8
+    assert np.array_equal(pool.bytes, before)
+
+
+def _file_of(pool: sglang.HostPool, page: int) -> Path:
+    """The file that has this page's bytes."""
+    content = pool.bytes[:, page].tobytes()
+    files = (one for one in Path(os.environ["XDG_CACHE_HOME"]).rglob("*@0") if "objects" in one.parts)
+    return next(one for one in files if one.read_bytes().startswith(content))
 
 
 def test_odd_pools_are_one_line_each(make: Callable[..., Any]) -> None:

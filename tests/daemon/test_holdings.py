@@ -18,7 +18,7 @@ from transferd.daemon.holdings import Holdings
 from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.base import STORED, Blob, Found
+from transferd.storage.base import STORED, Blob, Found, Storage
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
@@ -75,7 +75,7 @@ async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
     assert held.report() == []
     for refused in (
         lambda: held.purge(Mock(), wire.Purge()),
-        lambda: held.pin(0, Mock(), wire.Pin(["k"], 1.0)),
+        lambda: held.pin(Mock(), wire.Pin(["k"], 1.0)),
         lambda: held.unpin(Mock(), wire.Unpin(None)),
     ):
         with pytest.raises(RequestError, match="the object backend") as error:
@@ -227,7 +227,7 @@ async def test_a_block_that_lacks_one_ranks_object_is_not_pinned(full: Holdings)
     alice = client(ALICE, ALICES)
     assert full._storage is not None
     await full._storage.quarantine("m/alice/g/k2/1")
-    assert await full.pin(ME, ALICES, wire.Pin(["k1", "k2", "k9"], 60.0)) == 1
+    assert await full.pin(ALICES, wire.Pin(["k1", "k2", "k9"], 60.0)) == 1
     assert {row.engine: row.pinned for row in full.report()} == {"alice": 20, "own": 0, "bob": 0}
     assert {row.engine: row.there for row in full.report()} == {"alice": True, "own": True, "bob": False}
     await full.unpin(ALICES, wire.Unpin(["k1"]))
@@ -288,14 +288,21 @@ def test_where_a_block_is_only_those_may_ask_who_may_purge_it() -> None:
 # --- who is told where blocks lie -----------------------------------------------------------------
 
 
-def of_ranks(count: int) -> Any:
+def of_ranks(count: int, storage: Storage | None = None) -> Any:
+    """An engine. storage: what its look-ups ask."""
     namer = ObjectNamer("m", "f")
 
     def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
         return [[name] * count for name in namer.names(generation, namer.digests(keys), 3)]
 
+    async def exists(keys: Sequence[str], *, use: bool) -> list[bool]:
+        assert use
+        assert storage is not None
+        return await storage.exists([names[0] for names in object_names(keys, "g")])
+
     return SimpleNamespace(
         owner=EngineOwner("a", ME),
+        lookup=SimpleNamespace(exists=exists),
         dispatcher=SimpleNamespace(generation="g"),
         identity=SimpleNamespace(model="m", fingerprint="f"),
         workers=[SimpleNamespace(context=SimpleNamespace(object_rank=3))] * count,
@@ -322,26 +329,20 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
     assert [outcome.found for outcome in await put(storage, [one])] == [Found.STORED]
     if isinstance(storage, LevelsStorage):
         await storage.flush(30.0)
-    held, ask = Holdings(config, storage), wire.Pin(["k", "absent"], 60.0, detail=True, places=True)
-    me = os.geteuid()
-    told = await held.pin(me, of_ranks(1), ask)
-    assert isinstance(told, dict)
-    places = told["places"]
+    held, ask, me = Holdings(config, storage), wire.Exists(["k", "absent"], lease=60.0), os.geteuid()
+    told = await held.lease(me, of_ranks(1, storage), ask)
+    assert (told.there, storage.statistics()["pinned"]) == ([True, False], 1)
+    places = told.places
+    assert places is not None
     assert (places.model, places.fingerprint, places.generation, places.rank) == ("m", "f", "g", 3)
     assert places.where == [None if store == "memory" else 0, None]
     for place in places.directories:
         found = os.stat(place.path)
         assert (place.device, place.inode) == (found.st_dev, found.st_ino)
         assert os.path.getsize(place.path + path_of(name)) == 1000
-    for uid, engine, asked in (
-        (None, of_ranks(1), ask),
-        (me + 1, of_ranks(1), ask),
-        (me, of_ranks(2), ask),
-        (me, of_ranks(1), wire.Pin(["k"], 60.0, detail=True)),
-    ):
-        answer = await held.pin(uid, engine, asked)
-        assert isinstance(answer, dict)
-        assert "places" not in answer
+    for uid, ranks in (None, 1), (me + 1, 1), (me, 2):
+        other = await held.lease(uid, of_ranks(ranks, storage), ask)
+        assert (other.there, other.places) == ([True, False], None)
     await storage.close()
 
 
@@ -350,19 +351,18 @@ async def test_a_read_lease_keeps_an_object_like_a_pin_and_no_disk_is_told(tmp_p
     _, storage = create_storages(config)
     assert storage is not None
     await storage.open()
-    engine = of_ranks(1)
+    engine = of_ranks(1, storage)
     [[name]] = engine.object_names(["k"], "g")
     await put(storage, [Blob(name, memoryview(bytearray(1000)), Use(), 0)])
     held, listed = Holdings(config, storage), tmp_path / "orders"
     before = listed.exists() and listed.stat()
-    answer = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True, places=True))
-    assert isinstance(answer, dict)
-    assert (answer["pinned"], answer["durable"]) == (1, 0)
+    leased = await held.lease(os.geteuid(), engine, wire.Exists(["k"], lease=60.0))
+    assert leased.there == [True]
     assert storage.statistics()["pinned"] == 1
     await held.unpin(engine, wire.Unpin(["k"]))
     assert storage.statistics()["pinned"] == 0
     assert (listed.exists() and listed.stat()) == before, "each look-up of LMCache would wait for the disk"
-    lasting = await held.pin(os.geteuid(), engine, wire.Pin(["k"], 60.0, detail=True))
+    lasting = await held.pin(engine, wire.Pin(["k"], 60.0, detail=True))
     assert isinstance(lasting, dict)
     assert (lasting["pinned"], lasting["durable"], listed.exists()) == (1, 1, True)
     await storage.close()

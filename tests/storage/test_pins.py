@@ -55,7 +55,10 @@ def test_an_owner_unpins_its_own_pins_and_objects_that_leave_lose_theirs() -> No
         assert pins.asked(A, entries[2:4]).new == 10
         assert pins.end(A) >= 1
         assert (len(pins), sum(account.pinned for account in index.accounts())) == (0, 0)
+        pins.pin(A, entries[3:], 9.0)
+        index.forget(entries[3].name)
         await asyncio.sleep(20.0)
+        assert (pins.taken(A), pins._until, pins.expired) == (0, {}, 1), "nobody has asked how many there are"
         pins.close()
 
     simulate(story, 1)

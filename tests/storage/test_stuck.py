@@ -123,3 +123,22 @@ async def test_a_bad_object_that_can_be_neither_kept_nor_removed_is_counted_and_
     assert storage.find(["0/0"], None) == [False]
     assert storage._stuck.statistics()["stuck"] == 1
     assert await put(storage, "0/0") is STORED.found
+
+
+async def test_a_bad_object_on_a_disk_that_is_read_only_goes_when_it_can(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed until a restart, and every scrub found it again."""
+    monkeypatch.setattr("transferd.storage.stuck.RETRY_S", -1.0)
+    storage = await filled(open_storage, 2)
+    read_only = StorageError("read-only", code="storage_read_only")
+    storage.failures |= {"aside 0/0": read_only, "remove 0/0": read_only}
+    await storage.quarantine("0/0")
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert storage.find(["0/0"], None) == [False]
+    assert sorted(storage.objects) == ["0/0", "1/0"]
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert sorted(storage.objects) == ["1/0"]
+    assert storage._stuck.statistics()["stuck"] == 0

@@ -25,17 +25,18 @@ from transferd.client.cache import CacheCalls
 from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup
 from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
-from transferd.client.pending import PendingTask, TaskFuture, after_waiting, seconds_of, seconds_to_wait
+from transferd.client.pending import PendingTask, TaskFuture, after_waiting, keys_list, seconds_of, seconds_to_wait
 from transferd.client.reports import ReportCalls
 from transferd.client.session import Conversation
-from transferd.client.store import StoreCalls
+from transferd.client.store import QUESTION_TIMEOUT_S, StoreCalls
 from transferd.client.weights import Weights
 from transferd.config import names, personal
 from transferd.errors import Closed, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.compat import Self
+from transferd.runtime.compat import Self, convert
 from transferd.tasks import DEFAULT_TIMEOUT_S, ErrorInfo, Task, TaskResult
 from transferd.wire import protocol as wire
+from transferd.wire.answers import Leased
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
 T = TypeVar("T")
@@ -421,6 +422,15 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         return handover.plan_handover(
             request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, session.block_size, extra_keys, timeout
         )
+
+    async def lease(self, keys: Sequence[str], ttl: float, *, timeout: float = QUESTION_TIMEOUT_S) -> Leased:
+        """Like `exists`, and keep the blocks that are there from being evicted for `ttl` seconds, or until `unpin`.
+
+        Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
+        of an engine of one rank. Such pins end with the daemon. An engine that may pin no more is told all the same.
+        """
+        answer = await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout)
+        return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release
 
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""

@@ -47,7 +47,7 @@ _OWN_RANKS = "a node's ranks and their memory are its own: use `clients`"
 NOT_OF_GROUPS = {
     **dict.fromkeys(("boot_id", "identity", "pd_address", "ping"), _OF_ONE_NODE),
     **dict.fromkeys(("explain", "why", "tasks", "record", "restart_check", "count_not_stored"), _OF_ONE_NODE),
-    **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated"), _OWN_RANKS),
+    **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated", "lease"), _OWN_RANKS),
     **dict.fromkeys(("device_handle", "timelines", "reattach"), _OWN_RANKS),
     "clients": "here it is the list of the nodes' clients; what they report is about one node",
     **dict.fromkeys(("dropped", "unusable", "used", "retried", "withdraw"), "for the client's own parts"),

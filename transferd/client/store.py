@@ -135,7 +135,7 @@ class StoreCalls(Calls):
         asked = wire.Purge(named, model, generation, engine or "", age, dry_run, detail=True, shared=shared)
         return convert(await self._ask(asked, PURGE_TIMEOUT_S), Purged)
 
-    async def pin(self, keys: Sequence[str], ttl: float, *, places: bool = False) -> Pinned:
+    async def pin(self, keys: Sequence[str], ttl: float) -> Pinned:
         """Keep these blocks from being evicted for `ttl` seconds. Returns how many of them every rank has.
 
         Blocks that are not stored are left out; pin them once they are. A further pin of a block replaces this
@@ -143,11 +143,8 @@ class StoreCalls(Calls):
         of the daemon leaves the `durable` ones: they are on disk. Name whole chains: a block is found only together
         with all blocks before it, and `reachable` says for how many those are pinned, too. An engine may pin
         `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
-
-        places: also ask where the blocks lie, so that this process may read their files while they are pinned. Only a
-        client of the daemon's user, of an engine of one rank, is told. Such a pin ends with the daemon.
         """
-        asked = wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True, places=places)
+        asked = wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True)
         answer = await self._ask(asked, PURGE_TIMEOUT_S)
         return Pinned(**answer) if isinstance(answer, dict) else Pinned(answer)  # an int: of an earlier release
 

@@ -185,6 +185,7 @@ class HostedEngine:
             owner=self.owner,
             pieces=self._shared.pieces,
             looked_up=self._looked_up,
+            absent=(lambda _: None) if self.kv_events is None else self.kv_events.not_found,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 

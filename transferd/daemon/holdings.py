@@ -7,9 +7,11 @@ daemon's user's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,11 +30,11 @@ from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
-from transferd.wire.answers import AtRestart, BlockPlaces, Purged
+from transferd.wire.answers import AtRestart, BlockPlaces, Leased, Purged
 
 
 class LeaseOwner(NamedTuple):
-    """The owner of an engine's pins with places: these end with the daemon, so no disk has to know them."""
+    """The owner of an engine's leases: they end with the daemon, so no disk has to know them."""
 
     owner: EngineOwner
 
@@ -105,47 +107,54 @@ class Holdings:
         if self._engines.pop(engine.owner, None) is not None and keeper is not None:
             keeper.leave(engine.owner)
 
-    def report(self) -> list[HoldingReport]:
-        """The objects of each engine in storage, and those without an owner, the most bytes first."""
+    def report(self, level: str = "") -> list[HoldingReport]:
+        """The objects of each engine in storage, and those without an owner, the most bytes first. level: in one."""
         keeper = self._own_keeper
+        keeper = keeper.of_level(level) if keeper and level else keeper
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
         for one in sorted(found, key=lambda one: -one.bytes):
             owner = one.owner if isinstance(one.owner, EngineOwner) else EngineOwner("")
-            there = owner in self._engines
-            rows.append(HoldingReport(owner.engine, owner.uid, there, one.objects, one.bytes, one.share, one.pinned))
+            evicted = Counter[str]()
+            for by, number in one.evicted.items():
+                evicted[by.engine if isinstance(by, EngineOwner) and by in self._engines else ""] += number
+            figures = (one.objects, one.bytes, one.share, one.pinned, dict(evicted))
+            rows.append(HoldingReport(owner.engine, owner.uid, owner in self._engines, *figures))
         return rows
 
     # --- pins ---------------------------------------------------------------------------------------
 
-    async def pin(self, uid: int | None, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
-        """Pin those blocks that every rank has, for a client of the user `uid`."""
-        keeper, generation = self._keeper, engine.dispatcher.generation
-        blocks = self._blocks(engine, asked.keys, generation)
+    async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
+        """Pin those blocks that every rank has."""
+        keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
-        owner = LeaseOwner(engine.owner) if asked.places else engine.owner
-        held = await keeper.pin(owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
+        held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
-        durable = 0 if asked.places else each.count(PinState.DURABLE)
-        answer = {"pinned": pinned, "durable": durable, "reachable": _reachable(depths)}
-        if not asked.places or uid != os.geteuid() or len(engine.workers) != 1 or not self._by_schema:
-            return answer
-        return answer | {"places": self._places(engine, blocks, generation)}
+        return {"pinned": pinned, "durable": each.count(PinState.DURABLE), "reachable": _reachable(depths)}
 
-    def _places(self, engine: HostedEngine, blocks: list[list[str]], generation: str) -> BlockPlaces:
+    async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
+        """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
+        there = await engine.lookup.exists(asked.keys, use=asked.use)
+        blocks = self._blocks(engine, asked.keys)
+        names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
+        with contextlib.suppress(RequestError):  # then it is not kept from being evicted
+            self._keeper.hold(owner, names, asked.lease, self._pin_share)
+        tells = uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
+        return Leased(there, self._places(engine, names) if tells else None)
+
+    def _places(self, engine: HostedEngine, names: Sequence[str]) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""
         assert self._storage is not None
-        found = [self._storage.index.place_of(name) for (name,) in blocks]
+        found = list(map(self._storage.index.place_of, names))
         numbers = {place: number for number, place in enumerate(dict.fromkeys(one for one in found if one is not None))}
         where = [None if place is None else numbers[place] for place in found]
-        model, fingerprint = engine.identity.model, engine.identity.fingerprint
-        rank = engine.workers[0].context.object_rank
-        return BlockPlaces(model, fingerprint, generation, rank, list(numbers), where)
+        about = engine.identity.model, engine.identity.fingerprint, engine.dispatcher.generation
+        return BlockPlaces(*about, engine.workers[0].context.object_rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)

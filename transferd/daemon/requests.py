@@ -158,6 +158,8 @@ class Requests:
         return lambda: lookup.match_tokens(path, match.start, match.salt)
 
     def exists(self, peer: bytes, exists: wire.Exists) -> Begin:
+        if exists.lease:
+            return lambda: self._engines.holdings.lease(self._clients[peer].uid, self._engine(peer), exists)
         return lambda: self._engine(peer).lookup.exists(exists.keys, use=exists.use)
 
     def locate(self, peer: bytes, locate: wire.Locate) -> Any:
@@ -170,7 +172,7 @@ class Requests:
         return lambda: self._engines.holdings.purge(self._clients[peer], purge)
 
     def pin(self, peer: bytes, pin: wire.Pin) -> Begin:
-        return lambda: self._engines.holdings.pin(self._clients[peer].uid, self._engine(peer), pin)
+        return lambda: self._engines.holdings.pin(self._engine(peer), pin)
 
     def unpin(self, peer: bytes, unpin: wire.Unpin) -> Begin:
         return lambda: self._engines.holdings.unpin(self._engine(peer), unpin)

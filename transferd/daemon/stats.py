@@ -80,7 +80,7 @@ def report_of(parts: Parts, log: TaskLog) -> Report:
         lanes=_lately(parts.windows, all_kinds),
         totals=_total(parts.windows, all_kinds),
         tasks=_counted(all_tasks, "tasks", parts.engines.departed.tasks),
-        errors=dict(log.errors),
+        errors=dict(sum(log.errors.values(), Counter())),
         hits=log.found.total(),
         misses=log.missing.total(),
         **{name: sum(getattr(one, name) for one in all_tasks) for name in SUMS},
@@ -185,6 +185,7 @@ def _engine(
         paused=dispatch.paused,
         draining=dispatch.draining,
         rejects=dispatch.rejects,
+        errors=dict(log.errors.get(engine.name, ())),
         hits=log.found[engine.name],
         misses=log.missing[engine.name],
         missed_for=traffic.missed_for(engine.name),
@@ -281,6 +282,8 @@ def _storage(parts: Parts) -> rows.StorageReport:
     report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
     report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
     rows.as_levels(report)
+    for level in report.levels if "pinned" in found else ():
+        level.holdings = parts.engines.holdings.report(level.name)
     return report
 
 

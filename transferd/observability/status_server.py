@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from transferd.observability.concerns import concerns
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import PageParts, front_page, live_page, story_page
 from transferd.observability.report import Report, tree
@@ -121,14 +120,10 @@ class StatusServer:
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, live: PageParts, query: str) -> Page:
-        return live_page({"not_ready": self._not_ready(), **self._reports.made(_shown)}, live, query)
+        return live_page({"not_ready": self._not_ready(), "report": self._reports.made(tree)}, live, query)
 
     def _status(self) -> Page:
         return self._reports.made(_status)
-
-
-def _shown(report: Report) -> dict[str, Any]:
-    return {"report": tree(report), "concerns": concerns(report)}
 
 
 def _status(report: Report) -> Page:

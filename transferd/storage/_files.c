@@ -452,16 +452,20 @@ failed:
 #define PIECE 262144  /* bytes that are still in a core's own cache when they are checked */
 #define MOST_FOOTER 256
 
-static ssize_t read_warm(int fd, void *data, size_t nbytes, size_t at)
+#define AT_ONCE_PIECES 64
+
+/* Reads what the page cache has of the file, from `at` on. Waits for no disk. */
+static ssize_t read_warm(int fd, const struct iovec *to, int count, size_t at)
 {
-    struct iovec whole = {data, nbytes};
-    return syscall(SYS_preadv2, fd, &whole, 1UL, (unsigned long)at, 0UL, NOWAIT);
+    return syscall(SYS_preadv2, fd, to, (unsigned long)count, (unsigned long)at, 0UL, NOWAIT);
 }
 
-/* Reads an object that the page cache has to the payload's memory, with its checksum, and to `footer`. Whether it has. */
-static int warm_object(const char *path, int flags, Py_buffer *payload, unsigned char *footer, size_t end, uint64_t *checksum)
+/* Reads an object that the page cache has to the payload's pieces, with its checksum, and to `footer`. Whether it has. */
+static int warm_object(const char *path, int flags, const Py_buffer *pieces, size_t nbytes, unsigned char *footer, size_t end,
+                       uint64_t *checksum)
 {
-    size_t nbytes = (size_t)payload->len, done = 0;
+    struct iovec some[AT_ONCE_PIECES + 1];
+    size_t at = 0, from = 0; /* in the file; in the piece */
     State state;
     int fd = open(path, flags);
 
@@ -470,50 +474,74 @@ static int warm_object(const char *path, int flags, Py_buffer *payload, unsigned
     begin(&state);
     state.count = 1;
     state.ends[0] = nbytes / STRIPE;
-    while (done < nbytes) {
-        size_t some = nbytes - done < PIECE ? nbytes - done : PIECE;
-        unsigned char *at = (unsigned char *)payload->buf + done;
-        if (read_warm(fd, at, some, done) != (ssize_t)some)
+    while (at < nbytes) {
+        size_t room = PIECE;
+        int count = 0, last;
+        for (; at + PIECE - room < nbytes && room && count < AT_ONCE_PIECES; count++) {
+            size_t left = (size_t)pieces->len - from;
+            some[count].iov_base = (char *)pieces->buf + from;
+            some[count].iov_len = left < room ? left : room;
+            room -= some[count].iov_len;
+            from += some[count].iov_len;
+            if (from == (size_t)pieces->len)
+                pieces++, from = 0;
+        }
+        last = at + PIECE - room == nbytes;
+        some[count].iov_base = footer;
+        some[count].iov_len = end + 1; /* a longer file is another object */
+        if (read_warm(fd, some, count + last, at) != (ssize_t)(PIECE - room + (last ? end : 0)))
             break;
-        copy_checked(&state, at, at, some, A_BIT_AHEAD, 1);
-        done += some;
+        for (int i = 0; i < count; i++)
+            copy_checked(&state, some[i].iov_base, some[i].iov_base, some[i].iov_len, A_BIT_AHEAD, 1);
+        at += PIECE - room;
     }
-    if (done == nbytes && read_warm(fd, footer, end + 1, nbytes) != (ssize_t)end) /* a longer file is another object */
-        done = 0;
     close(fd);
     *checksum = state.sealed[0];
-    return done == nbytes;
+    return at == nbytes;
 }
 
 static PyObject *load_warm(PyObject *module, PyObject *args)
 {
-    PyObject *path = NULL, *given;
+    PyObject *path = NULL, *given, *result = NULL;
     unsigned char footer[MOST_FOOTER + 1];
-    Py_buffer payload;
+    Py_buffer *pieces = NULL;
+    Py_ssize_t count, taken = 0, odd = 0;
+    size_t nbytes = 0;
     uint64_t checksum;
     int flags, end, found;
 
     (void)module;
     if (!PyArg_ParseTuple(args, "O&Oii", PyUnicode_FSConverter, &path, &given, &flags, &end))
         return NULL;
-    if (PyObject_GetBuffer(given, &payload, PyBUF_WRITABLE) < 0) {
-        Py_DECREF(path);
-        return NULL;
+    count = PySequence_Size(given);
+    if (count < 0)
+        goto released;
+    if (!(pieces = PyMem_Malloc((size_t)(count + 1) * sizeof *pieces))) {
+        PyErr_NoMemory();
+        goto released;
     }
-    if (end < 0 || end > MOST_FOOTER || payload.len <= 240 || payload.len % STRIPE) {
-        PyBuffer_Release(&payload);
-        Py_DECREF(path);
-        return PyErr_Format(PyExc_ValueError, "payloads have more than 240 bytes, a multiple of 64; footers at most 256");
+    for (; taken < count; taken++) {
+        PyObject *one = PySequence_GetItem(given, taken);
+        int failed = !one || PyObject_GetBuffer(one, &pieces[taken], PyBUF_WRITABLE) < 0;
+        Py_XDECREF(one); /* the buffer holds it */
+        if (failed)
+            goto released;
+        nbytes += (size_t)pieces[taken].len;
+        odd |= pieces[taken].len % STRIPE | !pieces[taken].len;
     }
     const char *name = PyBytes_AsString(path);
     Py_BEGIN_ALLOW_THREADS
-    found = warm_object(name, flags, &payload, footer, (size_t)end, &checksum);
+    found = end >= 0 && end <= MOST_FOOTER && nbytes > 240 && !odd /* shorter ones have another checksum */
+            && warm_object(name, flags, pieces, nbytes, footer, (size_t)end, &checksum);
     Py_END_ALLOW_THREADS
-    PyBuffer_Release(&payload);
+    result = found ? Py_BuildValue("Ny#", PyLong_FromUnsignedLongLong(checksum), (char *)footer, (Py_ssize_t)end)
+                   : (Py_INCREF(Py_None), Py_None);
+released:
+    while (taken)
+        PyBuffer_Release(&pieces[--taken]);
+    PyMem_Free(pieces);
     Py_DECREF(path);
-    if (!found)
-        Py_RETURN_NONE;
-    return Py_BuildValue("Ny#", PyLong_FromUnsignedLongLong(checksum), (char *)footer, (Py_ssize_t)end);
+    return result;
 }
 
 static PyObject *forget_files(PyObject *module, PyObject *args)
@@ -550,8 +578,8 @@ static PyMethodDef methods[] = {
      "whether each was taken, and EIO if the disk cannot read the next one. orders: (path, memory, position, number). begin, end, "
      "tail: what is wanted of each object: from begin to end, and the last `tail` bytes"},
     {"load_warm", load_warm, METH_VARARGS,
-     "load_warm(path, payload, flags, end): fill `payload` from a file that the page cache has, and that has `end` bytes more: "
-     "the payload's checksum and these bytes; None if there is no such file, or not all of it is in the page cache"},
+     "load_warm(path, pieces, flags, end): fill `pieces` from a file that the page cache has, and that has `end` bytes more: "
+     "the pieces' checksum and these bytes; None if there is no such file, or not all of it is in the page cache"},
     {"forget_files", forget_files, METH_NOARGS,
      "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on `load` may map files"},

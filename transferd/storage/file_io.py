@@ -22,9 +22,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Iterator
-
-import xxhash
+from collections.abc import Iterator, Sequence
 
 from transferd.storage.batch import Damaged
 
@@ -37,7 +35,6 @@ else:
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
-LEAST_NATIVE, STRIPE = 240, 64  # bytes: what the C extension's checksum takes has more, and a multiple of that
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which prove nothing about a file system's abilities
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -127,24 +124,13 @@ class DirectIO(CachedIO):
         return tail
 
 
-def load_warm(path: str, payload: memoryview, flags: int, end: int) -> tuple[int, bytes] | None:
-    """Fill `payload` from a file that has `end` more bytes: its xxh3-64, and these bytes. Never waits for the disk.
+def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None:
+    """Fill `pieces` from a file that has `end` more bytes: their xxh3-64, and these bytes. Never waits for the disk.
 
-    None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell.
+    None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell; for
+    pieces that are no multiples of 64 bytes; and without the C extension.
     """
-    nbytes = payload.nbytes
-    if NATIVE and nbytes > LEAST_NATIVE and nbytes % STRIPE == 0:
-        return _files.load_warm(path, payload, flags, end)
-    footer = bytearray(end + 1)  # a longer file is another object
-    try:
-        fd = os.open(path, flags)
-        try:
-            got = os.preadv(fd, [payload, footer], 0, os.RWF_NOWAIT)
-        finally:
-            os.close(fd)
-    except (OSError, AttributeError, NotImplementedError):  # the last two: a Python built without preadv2
-        return None
-    return (xxhash.xxh3_64_intdigest(payload), bytes(footer[:end])) if got == nbytes + end else None
+    return _files.load_warm(path, pieces, flags, end) if NATIVE else None
 
 
 def direct_io_problem(directory: str) -> str:

@@ -148,13 +148,12 @@ class FilesKeeper(ManyKeepers):
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         each = [keeper.asked(owner, names) for keeper in self._keepers]
-        return sum(each[1:], each[0]) if each else AskedPins(0, 0, 0, 0, 0)
+        return AskedPins(*map(sum, zip(*each, strict=True)))
 
     async def pin_all(
         self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()
     ) -> list[PinState]:
-        each = [keeper.pin_now(owner, names, ttl_s) for keeper in self._keepers]
-        here = [any(pinned) for pinned in zip(*each, strict=True)] if each else [False] * len(names)
+        here = self.pin_now(owner, names, ttl_s)
         pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
         if pinned and isinstance(owner, EngineOwner):
             self._book.pin(owner, pinned, ttl_s)
@@ -172,7 +171,7 @@ class FilesKeeper(ManyKeepers):
         return [name in found for name in names]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        ended = sum([await keeper.unpin(owner, names) for keeper in self._keepers])
+        ended = await super().unpin(owner, names)
         if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
             await self._record()
         return ended

@@ -14,9 +14,12 @@ import abc
 import asyncio
 import dataclasses
 import enum
-from collections import Counter
+import functools
+import operator
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
@@ -38,25 +41,18 @@ class PinState(enum.IntEnum):
     DURABLE = 2  # and a restart leaves both: the object is on a medium that outlives the daemon, and so is the pin
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """One owner's objects in a store. share: bytes kept for the owner."""
+class Holding(NamedTuple):
+    """One owner's objects in a store; in several, the sum of each. share: bytes kept for the owner.
+
+    evicted: as in Account.
+    """
 
     owner: Hashable
-    objects: int = 0
-    bytes: int = 0
-    share: int = 0
-    pinned: int = 0  # bytes
-
-    def __add__(self, other: Holding) -> Holding:
-        """The sum of the same owner's objects in two stores."""
-        return Holding(
-            self.owner,
-            self.objects + other.objects,
-            self.bytes + other.bytes,
-            self.share + other.share,
-            self.pinned + other.pinned,
-        )
+    objects: int
+    bytes: int
+    share: int
+    pinned: int  # bytes
+    evicted: Counter[Hashable]
 
 
 def check_pins(one: AskedPins, share: float) -> None:
@@ -100,6 +96,10 @@ class Keeper(abc.ABC):
     def holdings(self) -> list[Holding]:
         """The objects of each owner."""
 
+    def of_level(self, name: str) -> Keeper | None:  # noqa: ARG002 - a store of one backend is one level
+        """That of one level of storage alone, if it has one."""
+        return self
+
     @abc.abstractmethod
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit. Returns their number and bytes, also if they only would be removed.
@@ -119,6 +119,11 @@ class Keeper(abc.ABC):
         check_pins(self.asked(owner, names), share)
         return await self.pin_all(owner, names, ttl_s)
 
+    def hold(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> None:
+        """Like `pin`, for as long as this process lives at most: no medium is told, and nothing waited for."""
+        check_pins(self.asked(owner, names), share)
+        self.pin_now(owner, names, ttl_s)
+
     @abc.abstractmethod
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """The bytes that pinning these would add."""
@@ -131,6 +136,10 @@ class Keeper(abc.ABC):
 
         Those are pinned as soon as they come. Returns how each of these is held here now.
         """
+
+    @abc.abstractmethod
+    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Pin those of these that are there. Returns which."""
 
     @abc.abstractmethod
     async def durable(self, names: Sequence[str]) -> list[bool]:
@@ -172,11 +181,23 @@ class ManyKeepers(Keeper):
 
     def holdings(self) -> list[Holding]:
         """The sums: a block counts in each level that has it."""
-        total: dict[Hashable, Holding] = {}
+        each = defaultdict[Hashable, list[tuple[Any, ...]]](list)
         for keeper in self._keepers:
-            for one in keeper.holdings():
-                total[one.owner] = total[one.owner] + one if one.owner in total else one
-        return list(total.values())
+            for owner, *figures in keeper.holdings():
+                each[owner].append(tuple(figures))
+        add = functools.partial(functools.reduce, operator.add)
+        return [Holding(owner, *map(add, zip(*some, strict=True))) for owner, some in each.items()]
+
+    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
+        """Each in the lowest store that has it."""
+        held = dict.fromkeys(names, False)
+        for keeper in reversed(self._keepers):
+            rest = [name for name, pinned in held.items() if not pinned]
+            held.update(zip(rest, keeper.pin_now(owner, rest, ttl_s), strict=True))
+        return [held[name] for name in names]
+
+    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
     def depths(self, names: Sequence[str]) -> list[int | None]:
         each = [keeper.depths(names) for keeper in self._keepers]
@@ -257,7 +278,8 @@ class IndexKeeper(Keeper):
     def holdings(self) -> list[Holding]:
         capacity = self._index.capacity
         return [
-            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned) for one in self._index.accounts()
+            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned, one.evicted)
+            for one in self._index.accounts()
         ]
 
     # --- purge --------------------------------------------------------------------------------------
@@ -334,7 +356,6 @@ class IndexKeeper(Keeper):
         return [False] * len(names)
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
-        """Pin those of these that are there. Returns which."""
         self.pins.pin(owner, self._present(names), ttl_s)
         return [name in self._index for name in names]
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from transferd.storage.lru import Entry, LruIndex, Use
@@ -20,25 +20,14 @@ FEW = 1024  # ends of pins that may wait beside those that last
 MOST_PINNED = 0.5  # of the capacity, by all owners together
 
 
-@dataclass(frozen=True, slots=True)
-class AskedPins:
-    """The bytes that a request to pin would add to one store."""
+class AskedPins(NamedTuple):
+    """The bytes that a request to pin would add to one store; of several stores, the sum of each."""
 
-    objects: int
-    new: int  # objects that the owner has not pinned yet
-    taken: int  # objects that it has pinned
-    pinned: int  # by all owners, with the new ones
-    capacity: int
-
-    def __add__(self, other: AskedPins) -> AskedPins:
-        """In two stores together."""
-        return AskedPins(
-            self.objects + other.objects,
-            self.new + other.new,
-            self.taken + other.taken,
-            self.pinned + other.pinned,
-            self.capacity + other.capacity,
-        )
+    objects: int = 0
+    new: int = 0  # objects that the owner has not pinned yet
+    taken: int = 0  # objects that it has pinned
+    pinned: int = 0  # by all owners, with the new ones
+    capacity: int = 0
 
 
 class KeptPin(NamedTuple):
@@ -55,6 +44,8 @@ class Pins:
     def __init__(self, index: LruIndex) -> None:
         self._index = index
         self._until: dict[Entry, dict[Hashable, float]] = {}  # loop time, by owner
+        self._taken = Counter[Hashable]()  # bytes by owner
+        self._bytes = 0  # of `_until`
         self._ends: list[tuple[float, int, Entry]] = []  # a heap; the number only orders. Ended pins stay in it
         self._most_ends = FEW  # when it is longer, it is made anew without the ended pins
         self._number = 0
@@ -68,8 +59,8 @@ class Pins:
 
     def taken(self, owner: Hashable) -> int:
         """The bytes that this owner has pinned."""
-        mine = (entry for entry, pins in self._until.items() if owner in pins and entry.pinned)
-        return sum(self._index.size(entry.nbytes) for entry in mine)
+        self._forget_gone()
+        return self._taken[owner]
 
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
         """The bytes that pinning these for this owner would add."""
@@ -98,7 +89,10 @@ class Pins:
         until = asyncio.get_running_loop().time() + ttl_s
         for entry in entries:
             self._index.pin(entry)
-            self._until.setdefault(entry, {})[owner] = until
+            pins, size = self._until.setdefault(entry, {}), self._index.size(entry.nbytes)
+            self._bytes += 0 if pins else size
+            self._taken[owner] += 0 if owner in pins else size
+            pins[owner] = until
             self._number += 1
             heapq.heappush(self._ends, (until, self._number, entry))
         if len(self._ends) > self._most_ends:
@@ -111,10 +105,9 @@ class Pins:
         """End this owner's pins of these. Returns how many objects it had pinned."""
         ended, use = 0, Use(owner=owner)
         for entry in entries:
-            pins = self._until.get(entry, {})
-            if pins.pop(owner, None) is not None:
+            if owner in self._until.get(entry, ()):
                 ended += 1
-                self._let_go(entry, use)
+                self._let_go(entry, owner, use)
         return ended
 
     def end(self, owner: Hashable) -> int:
@@ -128,18 +121,27 @@ class Pins:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _let_go(self, entry: Entry, use: Use) -> bool:
-        """Unpin an object that no owner pins any more."""
-        if self._until.get(entry):
+    def _let_go(self, entry: Entry, owner: Hashable, use: Use) -> bool:
+        """End a pin. Returns whether that has unpinned the object."""
+        pins, size = self._until[entry], self._index.size(entry.nbytes)
+        del pins[owner]
+        self._taken[owner] -= size
+        if not self._taken[owner]:
+            del self._taken[owner]
+        if pins:
             return False
-        self._until.pop(entry, None)
-        self._index.unpin(entry, use)
-        return True
+        self._bytes -= size
+        del self._until[entry]
+        if here := entry.pinned:
+            self._index.unpin(entry, use)
+        return here
 
     def _forget_gone(self) -> None:
-        """Drop the pins of objects that have left, or that the index has unpinned."""
-        for entry in [entry for entry in self._until if not entry.pinned]:
-            del self._until[entry]
+        """Drop the pins of objects that have left, or that the index has unpinned, if there are any."""
+        if sum(account.pinned for account in self._index.accounts()) != self._bytes:
+            for entry in [entry for entry in self._until if not entry.pinned]:
+                for owner in list(self._until[entry]):
+                    self._let_go(entry, owner, Use())
 
     def _wake(self) -> None:
         self.close()
@@ -149,17 +151,13 @@ class Pins:
             self._timer = asyncio.get_running_loop().call_at(self._ends[0][0], self._expire)
 
     def _lasts(self, until: float, _: int, entry: Entry) -> bool:
-        """Whether this is still the end of a pin: it was not ended, renewed, or lost with its object."""
-        return entry.pinned and until in self._until.get(entry, {}).values()
+        """Whether this is still the end of a pin: it was not ended or renewed."""
+        return until in self._until.get(entry, {}).values()
 
     def _expire(self) -> None:
-        self._forget_gone()
         now, use = asyncio.get_running_loop().time(), Use()
         while self._ends and self._ends[0][0] <= now:
             entry = heapq.heappop(self._ends)[2]
-            pins = self._until.get(entry, {})
-            for owner in [owner for owner, until in pins.items() if until <= now]:
-                del pins[owner]
-            if entry.pinned and entry in self._until:
-                self.expired += self._let_go(entry, use)
+            for owner in [owner for owner, until in self._until.get(entry, {}).items() if until <= now]:
+                self.expired += self._let_go(entry, owner, use)
         self._wake()

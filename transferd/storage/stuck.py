@@ -65,6 +65,9 @@ class StuckObjects:
         return kept
 
     def _keep(self, victim: Victim, error: StorageError) -> None:
+        if not victim.nbytes:  # it is bad (`note`), and must not be served
+            self._note(victim, error)
+            return
         self._index.restore(*victim)
         if is_whole(error):
             self.whole = True
@@ -77,8 +80,7 @@ class StuckObjects:
     def note(self, names: Sequence[str], failed: Mapping[int, StorageError]) -> None:
         """Count bad objects, which are in no index any more, and whose files cannot be moved or removed."""
         for position, error in failed.items():
-            if not is_whole(error):
-                self._note(Victim(names[position], 0), error)
+            self._note(Victim(names[position], 0), error)
 
     def _note(self, victim: Victim, error: StorageError) -> None:
         if not self._refused:

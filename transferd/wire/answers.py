@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from transferd.runtime.compat import Self, convert
+from transferd.runtime.compat import Self
 
 
 class Purged(msgspec.Struct, frozen=True):
@@ -66,7 +66,7 @@ class StoreDirectory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockPlaces(msgspec.Struct, frozen=True):
-    """Where pinned blocks lie, for processes of the daemon's user: they may read the files (docs/adr/0117).
+    """Where blocks lie, for processes of the daemon's user: they may read the files (docs/adr/0121).
 
     model, fingerprint, generation, rank: of the objects' names and footers (blocks/formats.py).
     where: for each of the request's keys the position of its directory in `directories`; nil if no file has it.
@@ -80,24 +80,30 @@ class BlockPlaces(msgspec.Struct, frozen=True):
     where: list[int | None]
 
 
+class Leased(msgspec.Struct, frozen=True):
+    """What a look-up has found, and keeps, as far as an engine may pin.
+
+    there: for each key, whether every rank can load its block.
+    places: where the blocks lie, if the daemon says it to this client.
+    """
+
+    there: list[bool]
+    places: BlockPlaces | None = None
+
+
 class Pinned(int):
     """How many blocks are pinned.
 
     durable: of these, how many a restart leaves, pinned: they and their pin lie on a medium that outlives the daemon.
     reachable: of these, how many a load can use: all blocks before them, from the root of their chain on, are there.
-    places: where they lie, if the request asked for that and the daemon says it to this user.
     """
 
     durable: int
     reachable: int
-    places: BlockPlaces | None
 
-    def __new__(
-        cls, pinned: int = 0, durable: int = 0, reachable: int = 0, places: dict[str, Any] | None = None
-    ) -> Self:
+    def __new__(cls, pinned: int = 0, durable: int = 0, reachable: int = 0) -> Self:
         self = super().__new__(cls, pinned)
         self.durable, self.reachable = durable, reachable
-        self.places = None if places is None else convert(places, BlockPlaces)
         return self
 
     @property

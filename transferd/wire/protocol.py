@@ -159,10 +159,14 @@ class Match(ControlRequest, frozen=True, tag="match"):
 
 
 class Exists(ControlRequest, frozen=True, tag="exists"):
-    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks."""
+    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks.
+
+    lease: keep those that are there from being evicted for so many seconds; the value is a Leased (wire/answers.py).
+    """
 
     keys: list[str]
     use: bool = True
+    lease: Annotated[float, msgspec.Meta(ge=0, le=1e8)] = 0.0
 
 
 class Locate(ControlRequest, frozen=True, tag="locate"):
@@ -237,7 +241,6 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     """Do not evict these blocks for `ttl` seconds. Value: how many of them are stored on every rank, and pinned now.
 
     detail: the value is {pinned, durable, reachable} instead (wire/answers.py).
-    places: with `detail`, the value also has `places`: where the blocks lie, if the client runs as the daemon's user.
 
     A further pin of a block replaces the engine's earlier one. Refused with `share_exceeded`.
     """
@@ -245,7 +248,6 @@ class Pin(OfUser, frozen=True, tag="pin", omit_defaults=True):
     keys: list[str]
     ttl: Annotated[float, msgspec.Meta(gt=0, le=1e8)]
     detail: bool = False
-    places: bool = False
 
 
 class Unpin(OfUser, frozen=True, tag="unpin"):
@@ -551,7 +553,7 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     _check_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
-        problem = f"the message has {len(data)} bytes, the limit is {max_message} (server.max_message)"
+        problem = f"the message has {len(data)} bytes, the limit is {max_message} (tuning.server.max_message)"
         raise _named(content, problem, "too_large")
     try:
         if len(content) > CAREFUL_BYTES:

@@ -44,10 +44,11 @@ def _note(what: str, keys: Sequence[str], digests: Sequence[str], moved: Sequenc
                 file.write(json.dumps([what, key, digest]) + "\n")
 
 
-def _kill(what: str) -> None:
+def _kill(what: str, rank: Any) -> None:
     """Kill the daemon under the batch that begins now, if the test has ordered that: [what, pid, seconds from now].
 
-    seconds: null = a suspended daemon is killed, so the batch has surely not been moved.
+    seconds: null = a suspended daemon is killed, and nothing is read without it, so the batch has surely not been
+    moved.
     """
     order = Path(os.environ[NOTES], KILL)
     if not order.exists():
@@ -55,6 +56,8 @@ def _kill(what: str) -> None:
     wanted, pid, seconds = json.loads(order.read_text(encoding="ascii"))
     if wanted == what:
         if seconds is None:
+            for pool in rank.pools.values():
+                pool._leased.forget()
             os.kill(pid, signal.SIGSTOP)
         order.unlink()
         threading.Timer(0.2 if seconds is None else seconds, os.kill, (pid, signal.SIGKILL)).start()
@@ -63,14 +66,14 @@ def _kill(what: str) -> None:
 class WitnessHiCache(TransferdHiCache):
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         before = _digests(self.mem_pool_host, host_indices)
-        _kill(STORED)
+        _kill(STORED, self._rank)
         stored = super().batch_set_v1(keys, host_indices, extra_info)
         _note(STORED, keys, before, stored)
         return stored
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         _spoil(self.mem_pool_host, host_indices)
-        _kill(LOADED)
+        _kill(LOADED, self._rank)
         loaded = super().batch_get_v1(keys, host_indices, extra_info)
         _note(LOADED, keys, _digests(self.mem_pool_host, host_indices), loaded)
         return loaded

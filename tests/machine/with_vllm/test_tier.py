@@ -14,6 +14,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from tests.machine.with_vllm.pool import Pool, keys
+from tests.support.page_cache import forget, tells_what_it_has
 from tests.support.waits import wait_until
 from transferd.adapters.vllm import router_events, tier
 from transferd.client.launch import running
@@ -56,12 +57,17 @@ def test_each_missing_chunk_is_a_miss_and_no_other(place: Path) -> None:
         assert pool.load(wanted) == [True, True, False, True, True, False, False, True]
 
 
-def found_in_tier(pool: Pool, wanted: Sequence[OffloadKey]) -> ReqContext:
-    """Store these chunks, empty the host pool, and let a request find them in the tier. It has loaded none yet."""
+def found_in_tier(pool: Pool, wanted: Sequence[OffloadKey], *, leased: bool = False) -> ReqContext:
+    """Store these chunks, empty the host pool, and let a request find them in the tier. It has loaded none yet.
+
+    leased: the tier may read them itself.
+    """
     pool.store(wanted)
     pool.forget()
     context = pool.request()
     until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+    if not leased:
+        pool.tier._leased.forget()
     return context
 
 
@@ -133,6 +139,47 @@ def test_a_suspended_daemon_keeps_the_chunks_that_it_may_still_write(place: Path
         until(lambda: pool.tier._link.ready)
         pool.forget()
         assert pool.load(wanted) == [True] * 4
+
+
+def test_what_a_lookup_has_found_is_loaded_under_a_suspended_daemon(place: Path) -> None:
+    if not tells_what_it_has(place):
+        pytest.skip("the file system cannot say what the page cache has")
+    wanted = keys("a", 6)
+    with Pool() as pool:
+        context = found_in_tier(pool, wanted, leased=True)
+        os.kill(daemon(pool), signal.SIGSTOP)
+        try:
+            until(lambda: (pool.step(), all(pool.manager.lookup(k, context) is LookupResult.HIT for k in wanted))[1])
+            assert pool.load(wanted) == [True] * 6, "from the host pool"
+        finally:
+            os.kill(daemon(pool), signal.SIGCONT)
+        pool.manager.on_request_finished(context)
+
+
+def test_what_the_tier_cannot_read_is_loaded_by_the_daemon(place: Path) -> None:
+    wanted = keys("a", 6)
+    with Pool() as pool:
+        context = found_in_tier(pool, wanted, leased=True)
+        first, second, *_ = objects(place)
+        forget(first)
+        second.unlink()
+        for key in wanted:
+            pool.manager.lookup(key, context)
+        pool.settle()
+        pool.manager.on_request_finished(context)
+        assert sorted(pool.load(wanted)) == [False] + [True] * 5
+
+
+def test_a_reset_ends_what_a_lookup_has_found(place: Path) -> None:
+    wanted = keys("a", 4)
+    with Pool(keep_blocks_on_reset=False) as pool:
+        pool.store(wanted)
+        context = pool.request()
+        until(lambda: (pool.step(), all(pool.tier.lookup(key, context) is LookupResult.HIT for key in wanted))[1])
+        assert pool.tier._leased
+        pool.forget()
+        assert not pool.tier._leased
+        assert pool.load(wanted) == [False] * 4
 
 
 def test_a_reset_does_not_wait_forever_for_a_suspended_daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

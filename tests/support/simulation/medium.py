@@ -22,6 +22,8 @@ from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
 
+SCRUB_RATE = 65_536  # bytes a second: what vanished is noticed, also if a faster level hides it from loads
+
 
 class Medium:
     """What lies under one path, be it mounted or not.
@@ -131,7 +133,7 @@ class SimFiles:
         made: list[FileStorage] = []
         for number, (one, medium) in enumerate(zip(section.disks, media, strict=True)):
             kind = FileStorage if len(media) == 1 else Disk
-            disk = kind(one, scrub_rate=0, clock=clock, threads=threads(f"disk {number}", 3), unit=4096)
+            disk = kind(one, scrub_rate=SCRUB_RATE, clock=clock, threads=threads(f"disk {number}", 3), unit=4096)
             if isinstance(disk, Disk):
                 disk._drawing = bytes([number])  # not from a path that is another one in each run
             directory = disk._directory

@@ -39,7 +39,7 @@ from transferd.tasks import (
     TaskResult,
     WriteStorageTask,
 )
-from transferd.wire.answers import BlockPlaces, Purged
+from transferd.wire.answers import Leased, Purged
 
 T = TypeVar("T")
 
@@ -253,25 +253,20 @@ class Link:
         """The daemon's report. Raises TransferError."""
         return self._answered(lambda client: client.stats(), "reported", ANSWER_S)
 
-    def pin(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[BlockPlaces | None]:
-        """Keep these blocks from being evicted for `ttl` seconds. The answer: where they lie, if this process may know.
+    def lease(self, keys: Sequence[str], ttl: float) -> concurrent.futures.Future[Leased]:
+        """Like `exists`, in the link's thread, and keep what is there from being evicted for `ttl` seconds.
 
-        A line in the log, if the daemon does not keep them. Raises RuntimeError once the link is closed.
+        Raises RuntimeError once the link is closed.
         """
 
-        async def run() -> BlockPlaces | None:
-            client = self._client
-            try:
-                if client is not None:
-                    return (await wait_for(client.pin(keys, ttl, places=True), LOOKUP_TIMEOUT_S)).places
-            except (TransferError, TimeoutError) as error:
-                self._log_once(f"{len(keys)} blocks are not kept from being evicted: {error!r}")
-            return None
+        async def run() -> Leased:
+            found = await self._asked(keys, lambda client: client.lease(keys, ttl, timeout=LOOKUP_TIMEOUT_S))
+            return found or Leased([False] * len(keys))
 
         return self._begin(run())
 
     def unpin(self, keys: Sequence[str]) -> None:
-        """End what `pin` began, and return at once. If the daemon does not answer, that ends by its time."""
+        """End what `lease` began, and return at once. If the daemon does not answer, that ends by its time."""
 
         async def run() -> None:
             if self._client is not None:
@@ -390,11 +385,15 @@ class Link:
             self._unset = ""
 
     async def _there(self, keys: Sequence[str], *, use: bool = True) -> list[bool] | None:
+        return await self._asked(keys, lambda client: client.exists(keys, use=use, timeout=LOOKUP_TIMEOUT_S))
+
+    async def _asked(self, keys: Sequence[str], ask: Callable[[Client], Coroutine[Any, Any, T]]) -> T | None:
+        """The answer to a question about these; None without one."""
         client = self._client
         if client is None or not self.ready:
             return None
         try:
-            return await client.exists(keys, use=use, timeout=LOOKUP_TIMEOUT_S)
+            return await ask(client)
         except TransferError as error:
             self._log_once(f"looking up {len(keys)} blocks failed, so they count as missing: {error!r}")
             return None

@@ -7,6 +7,7 @@ bytes) is accounted for, and so is memory whose name was unlinked.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ def shared_memory_at(address: int, nbytes: int) -> Mapped:
             offset = first.offset + address - first.start
             return Mapped(first.path.removesuffix(DELETED), first.device, first.inode, offset, nbytes)
     raise TierError(f"the {nbytes} bytes at {address:#x} are not one range of one mapped file")
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """This process's bytes at an address. Whoever uses them keeps the memory."""
+    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
 
 
 def _mappings() -> Iterator[_KernelMapping]:

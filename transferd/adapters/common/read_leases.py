@@ -1,8 +1,8 @@
 """Read leases: objects that this process reads itself, from their files, while the daemon keeps them (docs/adr/0121).
 
-The answer to a pin says in which directory each object lies. A read takes what the page cache has, and never waits for
-a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does. What it
-cannot read or prove is the daemon's to load, which also finds and reports the damage.
+The answer to a look-up says in which directory each object lies. A read takes what the page cache has, and never waits
+for a disk's bytes; it proves key, model, layout, generation and content by the object's footer, as the daemon does.
+What it cannot read or prove is the daemon's to load, which also finds and reports the damage.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
 from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
 from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 
+LEASE_S = 10.0  # from a look-up to its load: engines do not say what they will not load
+READERS = 4  # threads
 PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
 
 
@@ -36,34 +40,92 @@ class ReadLeases:
 
     def __init__(self) -> None:
         self._held: dict[str, ReadLease] = {}
+        self._changes = threading.Lock()
 
     def __bool__(self) -> bool:
         return bool(self._held)
 
-    def take(self, keys: Sequence[str], places: BlockPlaces, until: float) -> None:
+    def take(self, keys: Sequence[str], places: BlockPlaces | None, until: float) -> None:
         """Note where these blocks lie. until: monotonic seconds, when the daemon may let go of them."""
+        if places is None:
+            return
         whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
         digests = ObjectNamer(*whose).digests(keys)
         names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
         marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
-        for key, name, stamp, where in zip(keys, names, marks, places.where, strict=True):
-            if where is not None and there[where]:
-                self._held[key] = ReadLease(until, places.directories[where].path + path_of(name), stamp)
+        with self._changes:
+            while (key := next(iter(self._held), None)) is not None and self._held[key].until < time.monotonic():
+                del self._held[key]  # nobody has given it back
+            for key, name, stamp, where in zip(keys, names, marks, places.where, strict=True):
+                if where is not None and there[where]:
+                    self._held.pop(key, None)  # the oldest come first
+                    self._held[key] = ReadLease(until, places.directories[where].path + path_of(name), stamp)
 
     def end(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._held.pop(key, None)
+        with self._changes:
+            for key in keys:
+                self._held.pop(key, None)
 
-    def read(self, key: str, data: memoryview) -> bool:
-        """Fill `data` with the block. False, with any bytes in it, if it is not in the page cache, or not intact."""
+    def read(self, key: str, pieces: Sequence[memoryview]) -> bool:
+        """Fill `pieces` with the block. False, with any bytes in them, if it is not cached, or not intact."""
         lease = self._held.get(key)
         if lease is None or time.monotonic() > lease.until:
             return False
-        found = load_warm(lease.path, data, READ_FLAGS, FOOTER_BYTES)
+        found = load_warm(lease.path, pieces, READ_FLAGS, FOOTER_BYTES)
         if found is None:
             return False
-        inspection = Inspection(lease.stamp, data.nbytes + FOOTER_BYTES)
+        inspection = Inspection(lease.stamp, sum(map(len, pieces)) + FOOTER_BYTES)
         return inspection.footer(found[1]) is None and inspection.damage(found[0]) is None
+
+
+class LeasedBlocks:
+    """What one engine's look-ups have leased, and threads that read it. Thread-safe."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._leases = ReadLeases()
+        self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "transferd-read")
+
+    def __bool__(self) -> bool:
+        return bool(self._leases)
+
+    def look_up(self, keys: Sequence[str]) -> list[bool]:
+        """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""
+        leases, until = self._leases, time.monotonic() + LEASE_S
+        try:
+            found = self._link.lease(keys, LEASE_S).result(ANSWER_S)
+        except (RuntimeError, *UNANSWERED):  # the link is closed, or closing
+            return [False] * len(keys)
+        leases.take(keys, found.places, until)
+        return found.there
+
+    def forget(self) -> None:
+        """From now on nothing is read that was looked up before, nor what is being looked up."""
+        self._leases = ReadLeases()
+
+    def begin_reading(
+        self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]], ended: Callable[[list[bool]], None]
+    ) -> None:
+        """Read what is leased. ended: called once with which blocks have been read, perhaps before this returns."""
+        leases = self._leases
+        if not leases:
+            ended([False] * len(keys))
+            return
+        sizes = [sum(map(len, one)) for one in pieces]
+        read_in_parts(self._pool, READERS, sizes, lambda i: leases.read(keys[i], pieces[i]), ended)
+
+    def read(self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]]) -> list[bool]:
+        """Like `begin_reading`, and wait."""
+        leases = self._leases
+        if sum(len(piece) for one in pieces for piece in one) < 2 * PART_BYTES:  # another thread would only take time
+            return [leases.read(key, one) for key, one in zip(keys, pieces, strict=True)]
+        done: concurrent.futures.Future[list[bool]] = concurrent.futures.Future()
+        self.begin_reading(keys, pieces, done.set_result)
+        return done.result()
+
+    def close(self) -> None:
+        """Wait for the reads that run."""
+        self._pool.shutdown()
 
 
 def read_in_parts(

@@ -118,23 +118,22 @@ class AttachedKind:
     async def find(self, keys: Sequence[str]) -> list[bool]:
         """For each key whether its object can be loaded. Found objects are kept from eviction until `unlock`."""
         await self._ready()
-        answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
-        self.link.ask(keys, _to(answer))
-        there = await answer or [False] * len(keys)
-        found = [key for key, one in zip(keys, there, strict=True) if one]
-        if found and self._chosen.pin:
-            self._locks.update(found)
-            until = time.monotonic() + self._chosen.pin
-            places = await asyncio.wrap_future(self.link.pin(found, self._chosen.pin))
-            if places is not None:
-                self.leases.take(found, places, until)
-        return there
+        if not self._chosen.pin:
+            return await self._asked(keys, use=True) or [False] * len(keys)
+        until = time.monotonic() + self._chosen.pin
+        found = await asyncio.wrap_future(self.link.lease(keys, self._chosen.pin))
+        self._locks.update(key for key, one in zip(keys, found.there, strict=True) if one)
+        self.leases.take(keys, found.places, until)
+        return found.there
 
     async def look(self, keys: Sequence[str]) -> list[bool] | None:
         """For each key whether its object is stored, which counts as no use. None without an answer."""
         await self._ready()
+        return await self._asked(keys, use=False)
+
+    async def _asked(self, keys: Sequence[str], *, use: bool) -> list[bool] | None:
         answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
-        self.link.ask(keys, _to(answer), use=False)
+        self.link.ask(keys, _to(answer), use=use)
         return await answer
 
     async def remove(self, keys: Sequence[Any]) -> bool:

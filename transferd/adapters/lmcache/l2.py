@@ -235,7 +235,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         """Read an object without the daemon, if it is leased and cached. From any thread."""
         kind = kind_of_object(key, one)
         attached = None if kind is None or key in self._deleting else self._attached.get(kind)
-        return attached is not None and attached.leases.read(key_of(key), memoryview(one.byte_array).cast("B"))
+        return attached is not None and attached.leases.read(key_of(key), [memoryview(one.byte_array).cast("B")])
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         running = self._loop.create_task(work)

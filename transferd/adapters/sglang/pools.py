@@ -22,7 +22,8 @@ from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
-from transferd.adapters.common.memory import Mapped, shared_memory_at
+from transferd.adapters.common.memory import Mapped, bytes_at, shared_memory_at
+from transferd.adapters.common.read_leases import LeasedBlocks
 from transferd.adapters.common.slots import Slots
 from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
@@ -51,6 +52,12 @@ class PageGrid:
         """Where a page lies."""
         each = zip(self.addresses, self.strides, self.sizes, strict=True)
         return [(start + page * stride, size) for start, stride, size in each]
+
+    def views(self) -> Callable[[int], list[memoryview]]:
+        """Returns the bytes of a page's pieces. The memory has to outlive these."""
+        each = list(zip(self.addresses, self.strides, self.sizes, strict=True))
+        lie = [(bytes_at(at, (self.count - 1) * step + size), step, size) for at, step, size in each]
+        return lambda page: [whole[page * step : page * step + size] for whole, step, size in lie]
 
 
 def has_pages(pool: Any) -> bool:
@@ -188,6 +195,8 @@ class AttachedPool:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
             self._copies = CopiedBlocks(self.link, finder, self._slots, f"pages of {name}", **times)
         self._numbers = itertools.count()
+        self._leased = LeasedBlocks(self.link)
+        self._views = None if getattr(host, "on_gpu", False) else self.pages.views()
 
     def _memory(self) -> dict[str, Any]:
         """The engine's blocks: the pool's pages, or slots for them if no other process can map the pool."""
@@ -206,6 +215,7 @@ class AttachedPool:
 
     def close(self, timeout: float) -> None:
         """Leave the daemon, in about `timeout` seconds."""
+        self._leased.close()
         for _, member, clear in self._members:
             member.clear = clear
         self.link.close(timeout)
@@ -218,12 +228,19 @@ class AttachedPool:
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """For each key whether its page can be loaded. All False while no daemon answers."""
-        return self.link.exists(keys) if keys else []
+        return self._leased.look_up(keys) if keys else []
+
+    def renew(self, generation: str) -> None:
+        """Serve this generation from now on; what was looked up in another one is not loaded."""
+        self._leased.forget()
+        self.link.renew(generation)
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Store the pages at these indices; for each key whether that succeeded. Waits until they are free again."""
         if self._copies is not None:
-            return self._copies.store(keys, self._where(keys, indices))
+            return self._copies.store(
+                keys, [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))]
+            )
         task = WriteStorageTask(
             task_id=self._task_id("store"),
             keys=list(keys),
@@ -240,14 +257,32 @@ class AttachedPool:
     def load(self, keys: Sequence[str], indices: Any, progressed: Callable[[int], object] | None = None) -> list[bool]:
         """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them.
 
-        progressed: called with how many leading pieces of all pages are there, if the daemon loads by parts.
+        Those that the last look-up has found in the page cache are read here, and the daemon loads the rest.
+        progressed: called with how many leading pieces of all pages are there, as parts are loaded.
         """
+        pages = self.pages.numbers(indices, len(keys))
+        loaded = [False] * len(keys)
+        if self._views is not None and self._leased:
+            loaded = self._leased.read(keys, list(map(self._views, pages)))
+        rest = [i for i, one in enumerate(loaded) if not one]
+        if rest:
+            moved = self._loaded([keys[i] for i in rest], [pages[i] for i in rest], progressed)
+            for i, one in zip(rest, moved, strict=True):
+                loaded[i] = one
+        elif progressed is not None:
+            progressed(len(self.pages.sizes))
+        return loaded
+
+    def _loaded(
+        self, keys: Sequence[str], pages: Sequence[int], progressed: Callable[[int], object] | None
+    ) -> list[bool]:
+        """Have the daemon load pages."""
         if self._copies is not None:
-            return self._copies.load(keys, self._where(keys, indices))
+            return self._copies.load(keys, [self.pages.pieces(page) for page in pages])
         task = ReadStorageTask(
             task_id=self._task_id("load"),
             keys=list(keys),
-            gpu_block_ids=self.pages.numbers(indices, len(keys)),
+            gpu_block_ids=list(pages),
             timeout=self._chosen.load_timeout,
             prefix=False,
             by_parts=progressed is not None or UNSET,
@@ -257,9 +292,6 @@ class AttachedPool:
         if not all(loaded):
             self._say(result, "loaded", loaded)
         return loaded
-
-    def _where(self, keys: Sequence[str], indices: Any) -> list[Pieces]:
-        return [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))]
 
     def _task_id(self, deed: str) -> str:
         return f"{deed}-{self.name}-{self.link.life}-{next(self._numbers)}"

@@ -15,19 +15,21 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from transferd.adapters.common.link import RESET, Link
+from transferd.adapters.common.link import RESET
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 UPDATED_FROM_DISK = "model_runner.update_model_fields"  # what SGLang calls it in its record of changed settings
 
 
 class Pooled(Protocol):
-    """Pools at the daemon, as one engine. clears: by pool, another object each time that SGLang empties it."""
+    """Pools at the daemon, as one engine. clears: by pool, another object each time that SGLang empties it.
+
+    renew: serve this generation from now on, and load nothing that was found in another one.
+    """
 
     @property
     def clears(self) -> Mapping[str, object]: ...
-    @property
-    def link(self) -> Link: ...
+    def renew(self, generation: str) -> None: ...
 
 
 class WeightVersion:
@@ -59,7 +61,7 @@ class WeightVersion:
                 self._seen, self._stale = now, self._clears or clears
                 self.generation = f"{RESET}{SYSTEM_CLOCK.fresh_id()}" if unnamed else self._named()
                 for pool in pools:
-                    pool.link.renew(self.generation)  # if no daemon knows yet, the link is unready until one does
+                    pool.renew(self.generation)  # if no daemon knows yet, the link is unready until one does
             self._stale = {
                 one: old for one, old in self._stale.items() if clears.get(one, old) is old and one in clears
             }

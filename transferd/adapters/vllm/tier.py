@@ -2,21 +2,24 @@
 
 vLLM copies KV between the GPU and its host pool, a file in /dev/shm. Each chunk of the pool is one row of the file,
 which holds the bytes of all workers. The daemon maps that file; a chunk is one transferd block, and its row number is
-the block id. So this class moves no bytes: it turns jobs into tasks and task results into job results.
+the block id. This class turns jobs into tasks and task results into job results; what the page cache has, it reads
+itself (read_leases.py).
 
 Everything here runs in vLLM's scheduler process and on its thread, except `_Lookups.batch_lookup` (on a thread of
-vLLM's) and the end of a job (on the link's).
+vLLM's), reads (on threads of their own) and the end of a job (on these, or the link's).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -32,8 +35,9 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import Link, StorageTask, why_not_stored
-from transferd.adapters.common.memory import shared_memory_at
+from transferd.adapters.common.link import Link, why_not_stored
+from transferd.adapters.common.memory import bytes_at, shared_memory_at
+from transferd.adapters.common.read_leases import LeasedBlocks
 from transferd.adapters.vllm import identity
 from transferd.adapters.vllm.jobs import Jobs
 from transferd.adapters.vllm.router_events import RouterEvents, StoredBlock
@@ -87,7 +91,9 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         self._fingerprint = engine.fingerprint
         self._link = Link(chosen.finder(VLLM, engine), engine.name, engine.enter)
         self._jobs = Jobs()
-        self._lookups = _Lookups(self._link, tier_type)
+        self._leased = LeasedBlocks(self._link)
+        self._rows = _rows(primary_kv_view)
+        self._lookups = _Lookups(self._leased, tier_type)
         events = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = RouterEvents(self._link, lambda keys: [(key, True) for key in keys]) if events else None
         self._not_moved: Counter[str] = Counter()
@@ -121,20 +127,37 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
     # --- transfers ----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, WriteStorageTask, "store")
+        task = WriteStorageTask(
+            task_id=f"store-{self._link.life}-{job_metadata.job_id}",
+            keys=[key.hex() for key in job_metadata.keys],
+            gpu_block_ids=job_metadata.chunk_ids.tolist(),
+            timeout=self._settings.timeout,
+        )
+        self._link.submit(task, self._jobs.began(job_metadata, task.task_id))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        self._submit(job_metadata, ReadStorageTask, "load", prefix=False)
+        """Read what a look-up has found in the page cache; the daemon loads the rest."""
+        task_id = f"load-{self._link.life}-{job_metadata.job_id}"
+        keys, rows = [key.hex() for key in job_metadata.keys], job_metadata.chunk_ids.tolist()
+        done, began = self._jobs.began(job_metadata, task_id), time.monotonic()
 
-    def _submit(self, job: TransferJob, kind: type[StorageTask], verb: str, **more: Any) -> None:
-        task = kind(
-            task_id=f"{verb}-{self._link.life}-{job.job_id}",
-            keys=[key.hex() for key in job.keys],
-            gpu_block_ids=job.chunk_ids.tolist(),
-            timeout=self._settings.timeout,
-            **more,
-        )
-        self._link.submit(task, self._jobs.began(job, task.task_id))
+        def ended(read: list[bool]) -> None:
+            here = [row for row, one in zip(rows, read, strict=True) if one]
+            rest = [i for i, one in enumerate(read) if not one]
+            if not rest:
+                duration = time.monotonic() - began
+                done(TaskResult(task_id=task_id, status=Status.OK, block_ids=here, duration=duration))
+                return
+            task = ReadStorageTask(
+                task_id=task_id,
+                keys=[keys[i] for i in rest],
+                gpu_block_ids=[rows[i] for i in rest],
+                timeout=self._settings.timeout,
+                prefix=False,
+            )
+            self._link.submit(task, lambda result: done(replace(result, block_ids=[*here, *result.block_ids])))
+
+        self._leased.begin_reading(keys, [[self._rows(row)] for row in rows], ended)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._finished(job, result) for job, result in self._jobs.take()]
@@ -176,6 +199,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         and its pool is not reset.
         """
         if not self._settings.keep_blocks_on_reset:
+            self._leased.forget()
             self._link.reset()  # if no daemon knows it yet, nothing is found until one does
             if self._events is not None:
                 self._events.clear()
@@ -185,6 +209,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
 
     def shutdown(self) -> None:
         self._lookups.stop()
+        self._leased.close()
         self._link.close(LEAVE_TIMEOUT_S)
         self._lookups.shutdown()
 
@@ -223,19 +248,28 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """vLLM's own lookup thread, with one question to the daemon per request and step."""
 
-    def __init__(self, link: Link, tier_type: str) -> None:
-        self._link = link
+    def __init__(self, leased: LeasedBlocks, tier_type: str) -> None:
+        self._leased = leased
         self._stopped = False
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Iterable[bool]:  # noqa: ARG002
         if self._stopped:
             return [False] * len(keys)
-        return self._link.exists([key.hex() for key in keys])
+        return self._leased.look_up([key.hex() for key in keys])
 
     def stop(self) -> None:
         """From now on, answer at once."""
         self._stopped = True
+
+
+def _rows(view: memoryview) -> Callable[[int], memoryview]:
+    """Returns the bytes of a row of vLLM's host pool."""
+    assert view.strides is not None
+    assert view.shape is not None
+    stride = view.strides[0]
+    whole = bytes_at(np.asarray(view).ctypes.data, view.shape[0] * stride)
+    return lambda row: whole[row * stride : (row + 1) * stride]
 
 
 def _engine(config: Any, view: memoryview, name: str, chosen: AdapterSettings) -> EngineFacts:

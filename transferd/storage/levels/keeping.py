@@ -34,6 +34,9 @@ class LevelsKeeper(ManyKeepers):
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
         return [keeper for _, keeper in each if keeper is not None] or self._all
 
+    def of_level(self, name: str) -> Keeper | None:
+        return next((level.storage.keeper for level in self._parts.levels if level.name == name), None)
+
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
 
@@ -80,7 +83,7 @@ class LevelsKeeper(ManyKeepers):
         for keeper in reversed(above):
             more = keeper.asked(owner, rest)
             check_pins(more, 1.0)  # it holds them until their copies have come
-            asked += dataclasses.replace(more, capacity=0, pinned=more.new)
+            asked = AskedPins(*map(sum, zip(asked, more._replace(capacity=0, pinned=more.new), strict=True)))
             rest = _absent(keeper, rest)
         return asked
 
@@ -133,9 +136,6 @@ class LevelsKeeper(ManyKeepers):
                 ends.append(asyncio.shield(end))
         if ends:
             await asyncio.wait(ends, timeout=COPIES_S)
-
-    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
