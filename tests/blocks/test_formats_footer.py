@@ -72,8 +72,12 @@ def test_the_footer_is_laid_out_as_documented_and_as_it_always_was() -> None:
 def sealed_by_parts() -> bytearray:
     """Parts that end at 300, 600 and 1000."""
     slot = bytearray(random.Random(3).randbytes(PAYLOAD) + bytes(FOOTER_BYTES))
-    checksums = [xxhash.xxh3_64_intdigest(slot[:end]) for end in (300, 600, PAYLOAD)]
-    seal(memoryview(slot), PAYLOAD, stamp(), checksums)
+    seal(memoryview(slot), PAYLOAD, stamp())  # as workers/_inplace.c does, which alone makes these seals
+    slot[PAYLOAD + 52 : PAYLOAD + 56] = struct.pack("<I", 1)
+    slot[PAYLOAD + 104 : PAYLOAD + 120] = struct.pack(
+        "<QQ", *(xxhash.xxh3_64_intdigest(slot[:end]) for end in (300, 600))
+    )
+    slot[PAYLOAD + 120 :] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(slot[PAYLOAD : PAYLOAD + 120])))
     return slot
 
 

@@ -149,14 +149,14 @@ MUTANTS = (
     Mutant(
         "an object that is loaded in place is not checked",
         "workers/cpu_blocks.py",
-        "        return checksum is not None and inspection.damage(checksum) is None",
-        "        return checksum is not None",
+        "            if _inplace.take(self.lent.blocks, i, data):\n",
+        "            if _inplace.take(self.lent.blocks, i, data) or True:\n",
     ),
     Mutant(
         "a block is on loan for ever",
         "workers/cpu_blocks.py",
-        "            self.over = True",
-        "            self.over = False",
+        "        if not self.over:\n",
+        "        if self.over:\n",
     ),
     Mutant(
         "a write leaves its blocks lent to storage",
@@ -167,8 +167,8 @@ MUTANTS = (
     Mutant(
         "a block that was taken back counts as written",
         "workers/cpu_blocks.py",
-        "            return checksums is not None\n\n        return fill",
-        "            return True\n\n        return fill",
+        "            return self._blocks.lost is None and _inplace.fill(self.lent.blocks, i, data, near)\n",
+        "            return _inplace.fill(self.lent.blocks, i, data, near) or True\n",
     ),
     Mutant(
         "what was left counts as loaded in place",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import random
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from tests.storage.harness import Harness, Memory, file_config
 from tests.support.native import SHORT, Faults
 from transferd.errors import StorageFull
-from transferd.storage import file_io
+from transferd.storage import file_io, spares
 from transferd.storage.base import Found, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -137,20 +138,21 @@ async def run(world: World) -> None:
 
 
 async def unlinks(world: World) -> None:
-    """An eviction that fails: the object is still there, and still right."""
-    for error in PUT["unlink"]:
+    """An eviction that fails: the object is still there, and still right. Or its file could not become a spare."""
+    for call, error in itertools.product(("unlink", "rename"), PUT["unlink"]):
+        spares.MOST = 4096 if call == "rename" else 0
         objects = world.fresh()
         world.harness.reuse_memory()
         await world.harness.put(*objects.items())
-        with world.faults.armed("unlink", error, count=-1, path="/objects/"):
+        with world.faults.armed(call, error, count=-1, path="/objects/"):
             world.storage.set_capacity(1)
             while world.storage._effects._background:
                 await asyncio.wait(world.storage._effects._background)
-        world.hits["unlink"] += world.faults.hits
+        world.hits[call] += world.faults.hits
         world.storage.set_capacity(1024**3)
         while world.storage._effects._background:
             await asyncio.wait(world.storage._effects._background)
-        await world.check(objects, None, f"eviction, unlink {errno.errorcode[error]}")
+        await world.check(objects, None, f"eviction, {call} {errno.errorcode[error]}")
 
 
 async def unreadable(world: World) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.errors import StorageError
 from transferd.storage.base import Item
-from transferd.storage.batch import PATIENCE_S, Damaged, LevelOrder, StillStored, StoreBatch, bare, summary_of
+from transferd.storage.batch import PATIENCE_S, Damaged, LevelOrder, StoreBatch, bare, summary_of
 from transferd.storage.lru import LruIndex, Use
 
 
@@ -88,7 +88,7 @@ def test_an_error_that_is_kept_keeps_no_memory_of_the_call_that_raised_it() -> N
 
 def test_why_an_object_is_damaged_or_still_there_is_kept() -> None:
     error = StorageError("cannot read")
-    assert (Damaged().error, Damaged(error).error, StillStored(error).error) == (None, error, error)
+    assert (Damaged().error, Damaged(error).error) == (None, error)
 
 
 def test_statistics_are_what_is_stored_and_each_eviction_has_one_cause() -> None:

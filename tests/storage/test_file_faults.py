@@ -35,7 +35,8 @@ def test_after_any_failed_call_no_half_object_is_read_and_outcomes_are_right(
     assert report["broken"] == []
     assert {call for call, hits in report["hits"].items() if hits} == CALLS - ({"fsync"} - section.keys())
     assert report["stored"] > 0
-    assert report["failed"] > 0
+    # After a failure the extension's twin does it again: what fails once fails no object (fsync is the twin's alone).
+    assert ("failed" in report) == (way == "Python" or "fsync" in section)
 
 
 @pytest.mark.parametrize("stranger", ["fifo", "directory", "link", "socket", "device"])

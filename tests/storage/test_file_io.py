@@ -247,7 +247,7 @@ def test_a_file_system_that_cannot_allocate_blocks_is_not_asked_to(
 
 
 @pytest.mark.parametrize("io", [CachedIO(), DirectIO()], ids=["through the page cache", "past it"])
-@pytest.mark.parametrize("nbytes", [1, UNIT, file_io.FETCHED_BYTES + 77])
+@pytest.mark.parametrize("nbytes", [1, UNIT, 512 * 1024 + 77])
 def test_a_file_that_has_become_shorter_is_damaged_and_never_half_an_object(
     tmp_path: Path, io: CachedIO, nbytes: int
 ) -> None:
@@ -265,33 +265,6 @@ def test_a_file_that_has_become_shorter_is_damaged_and_never_half_an_object(
             io.read(fd, memory(nbytes))
     finally:
         os.close(fd)
-
-
-@pytest.mark.parametrize("lacks", ["cachestat", "large pages", "mappings"])
-def test_a_file_is_read_whole_whatever_the_kernel_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
-) -> None:
-    """Then all of the file counts as missing from the page cache, and a plain read brings it."""
-    nbytes, path = file_io.FETCHED_BYTES + 77, tmp_path / "object"
-    path.write_bytes(content(1, nbytes))
-    codes = {"cachestat": {"syscall": errno.ENOSYS}, "large pages": {"madvise": errno.EINVAL}}
-    monkeypatch.setattr(file_io, "_libc", Libc(**codes.get(lacks, {"mmap": errno.ENOMEM})))
-    monkeypatch.setattr(file_io, "_FAILED", -1)  # what this C library answers for an address
-    with path.open("rb") as file:
-        if lacks == "cachestat":
-            assert file_io._missing(file.fileno(), nbytes) == nbytes
-        file_io._fetch(file.fileno(), nbytes)
-        data = memory(nbytes)
-        CachedIO().read(file.fileno(), data)
-    assert data == content(1, nbytes)
-
-
-def test_few_bytes_are_read_without_a_look_at_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "object"
-    path.write_bytes(content(1, file_io.FETCHED_BYTES - 1))
-    monkeypatch.setattr(file_io, "_missing", lambda *_: pytest.fail("it looked"))
-    with path.open("rb") as file:
-        assert not CachedIO().fetch(file.fileno(), file_io.FETCHED_BYTES - 1)
 
 
 def test_only_a_refusal_of_direct_io_is_ignored() -> None:

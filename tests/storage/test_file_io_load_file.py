@@ -18,12 +18,19 @@ from transferd.storage.file_io import UNIT
 
 FLAGS = READ_FLAGS | os.O_DIRECT
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
-ALL = (0, 2**40, 2**40)  # of a file, whatever its length
+ALL = (0, 2**40, 0)  # of a file, whatever its length
+READ: tuple[list[bool], int] = ([True], 0)
+NOT: tuple[list[bool], int] = ([], 0)
 
 
 @pytest.fixture(scope="module")
 def native() -> Any:
     return pytest.importorskip("transferd.storage._files", reason="the installation found no compiler")
+
+
+def load(native: Any, path: Path, data: memoryview, flags: int) -> tuple[list[bool], int]:
+    answer: tuple[list[bool], int] = native.load([(str(path), data, 0, 0)], None, None, b"", flags, ALL)
+    return answer
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def memory(nbytes: int, offset: int = 0) -> memoryview:
 @pytest.mark.parametrize("nbytes", [1, 120, UNIT - 1, UNIT, UNIT + 1, 3 * UNIT, len(CONTENT)])
 @pytest.mark.parametrize("dirty", [True, False])
 @pytest.mark.parametrize("flags", [FLAGS, READ_FLAGS], ids=["past the page cache", "through it"])
-def test_load_file_fills_the_memory_and_no_byte_more(
+def test_a_load_fills_the_memory_and_no_byte_more(
     native: Any, path: Path, nbytes: int, dirty: bool, flags: int
 ) -> None:
     path.write_bytes(CONTENT[:nbytes])
@@ -51,9 +58,7 @@ def test_load_file_fills_the_memory_and_no_byte_more(
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     target, kept = memory(nbytes), pages_in_memory(path)
-    modified, view, mapping = native.load_file(str(path), target[:nbytes], flags, False, False, ALL)
-    assert modified == pytest.approx(path.stat().st_mtime, abs=1e-3)
-    assert (view, mapping) == (None, 0)
+    assert load(native, path, target[:nbytes], flags) == READ
     assert target[:nbytes] == CONTENT[:nbytes]
     assert set(target[nbytes:]) == {0xAA}
     assert dirty or flags == READ_FLAGS or pages_in_memory(path) <= kept, "the page cache got none of it"
@@ -64,7 +69,7 @@ def test_load_file_fills_the_memory_and_no_byte_more(
 def test_a_file_of_another_length_is_not_read(native: Any, path: Path, nbytes: int) -> None:
     path.write_bytes(CONTENT)
     target = memory(nbytes)
-    assert native.load_file(str(path), target[:nbytes], FLAGS, False, False, ALL) is None
+    assert load(native, path, target[:nbytes], FLAGS) == NOT
     assert set(target) == {0xAA}
     assert open_below(path.parent) == []
 
@@ -75,14 +80,14 @@ def test_what_is_no_file_is_not_read_and_nothing_waits_for_it(native: Any, path:
     kept.write_bytes(CONTENT)
     if stranger:
         put_stranger(path, stranger, kept)
-    assert native.load_file(str(path), memory(len(CONTENT))[: len(CONTENT)], FLAGS, False, False, ALL) is None
+    assert load(native, path, memory(len(CONTENT))[: len(CONTENT)], FLAGS) == NOT
     assert open_below(path.parent) == []
 
 
 def test_memory_that_the_disk_cannot_write_to_is_left_to_others(native: Any, path: Path) -> None:
     path.write_bytes(CONTENT)
     data = memory(len(CONTENT), offset=1)[: len(CONTENT)]
-    assert native.load_file(str(path), data, FLAGS, False, False, ALL) is None
+    assert load(native, path, data, FLAGS) == NOT
     assert set(data) == {0xAA}
     with pytest.raises((TypeError, BufferError)):
-        native.load_file(str(path), memoryview(bytes(10)), FLAGS, False, False, ALL)
+        load(native, path, memoryview(bytes(10)), FLAGS)

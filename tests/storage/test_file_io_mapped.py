@@ -10,14 +10,15 @@ import sys
 import tempfile
 import textwrap
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import pytest
 
 from tests.support.page_cache import pages_in_memory
-from transferd.storage.file_io import CachedIO
 
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
 
@@ -42,46 +43,59 @@ def large_file_of(content: bytes = b"", nbytes: int = LARGE) -> IO[bytes]:
     return file_of(content + bytes(nbytes - len(content)))
 
 
-def load(native: Any, file: IO[bytes], nbytes: int) -> Any:
-    """What `load_file` makes of it: (view, mapping), (None, 0) if it read the file, or None."""
-    room = memoryview(bytearray(nbytes))
-    loaded = native.load_file(f"/proc/self/fd/{file.fileno()}", room, os.O_RDONLY, True, False, (0, 2**40, 2**40))
-    return None if loaded is None else loaded[1:]
+def load(
+    native: Any, file: IO[bytes], nbytes: int = 0, take: Callable[[memoryview], object] = lambda _: None
+) -> bool | None:
+    """Whether the file was mapped for `take`; None if it was not loaded, or lost bytes meanwhile."""
+    room = np.zeros(nbytes or os.fstat(file.fileno()).st_size, np.uint8)
+    mapped: list[bool] = []
+
+    def taken(_: int, view: memoryview) -> bool:
+        mapped.append(np.frombuffer(view, np.uint8).ctypes.data != room.ctypes.data)
+        take(view)
+        return True
+
+    order = (f"/proc/self/fd/{file.fileno()}", room.data, 0, 0)
+    answers, error = native.load([order], None, taken, b"", os.O_RDONLY, (0, 2**40, 0))
+    assert not error
+    return mapped[0] if answers else None
 
 
-def map_or_skip(native: Any, file: IO[bytes]) -> tuple[memoryview, int]:
-    loaded = load(native, file, os.fstat(file.fileno()).st_size)
-    if loaded is None or loaded[0] is None:
+def into(copies: list[bytes]) -> Callable[[memoryview], object]:
+    """A `take` that copies what it is given."""
+    return lambda view: copies.append(bytes(view))
+
+
+def map_or_skip(native: Any, file: IO[bytes], take: Callable[[memoryview], object] = lambda _: None) -> None:
+    if load(native, file, take=take) is False:
         pytest.skip("files have no large pages here, or the kernel cannot say so (PAGEMAP_SCAN, Linux 6.7)")
-    made: tuple[memoryview, int] = loaded
-    return made
-
-
-def end(native: Any, mapped: tuple[memoryview, int]) -> bool:
-    """End a mapping; whether it lost bytes."""
-    mapped[0].release()
-    lost: bool = native.unmap(mapped[1])
-    return lost
 
 
 def test_a_file_that_is_cut_off_while_it_is_mapped_is_lost_and_nothing_else_happens(native: Any) -> None:
-    content = random.Random(1).randbytes(2 * LARGE)
+    content, answers = random.Random(1).randbytes(2 * LARGE), []
     with large_file_of(content, 2 * LARGE) as cut, large_file_of(content, 2 * LARGE) as whole:
-        one, other = map_or_skip(native, cut), map_or_skip(native, whole)
-        os.truncate(cut.fileno(), LARGE + 5000)
-        assert bytes(one[0][:LARGE]) == content[:LARGE]  # what is still there
-        rest = bytes(one[0][LARGE:])
-        assert rest[:5000] == content[LARGE : LARGE + 5000]
-        assert not any(rest[8192:])
-        assert bytes(other[0]) == content
-        assert (end(native, one), end(native, other)) == (True, False)
+        map_or_skip(native, cut)
+
+        def cut_it(one: memoryview, other: memoryview) -> None:
+            os.truncate(cut.fileno(), LARGE + 5000)
+            assert bytes(one[:LARGE]) == content[:LARGE]  # what is still there
+            rest = bytes(one[LARGE:])
+            assert rest[:5000] == content[LARGE : LARGE + 5000]
+            assert not any(rest[8192:])
+            assert bytes(other) == content
+
+        def both(one: memoryview) -> None:
+            answers.append(load(native, whole, take=lambda other: cut_it(one, other)))
+
+        assert load(native, cut, take=both) is None
+        assert answers == [True]
     native.forget_files()
 
 
 def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native: Any) -> None:
     content, over, lost = random.Random(2).randbytes(LARGE), threading.Event(), []
     with large_file_of(content) as file:
-        end(native, map_or_skip(native, file))
+        map_or_skip(native, file)
 
         def vandal() -> None:
             while not over.is_set():
@@ -90,11 +104,10 @@ def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native
 
         def loads() -> None:
             for _ in range(200):
-                loaded = load(native, file, LARGE)
-                if loaded is not None and loaded[0] is not None:
-                    copied = bytes(loaded[0])
-                    lost.append(end(native, loaded))
-                    assert lost[-1] or copied == content
+                copies: list[bytes] = []
+                mapped = load(native, file, LARGE, into(copies))
+                lost.append(mapped is None)
+                assert not mapped or copies == [content]
             native.forget_files()
 
         with ThreadPoolExecutor(3) as pool:
@@ -105,56 +118,43 @@ def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native
             finally:
                 over.set()
             breaking.result()
-    print(f"{sum(lost)} of {len(lost)} mappings lost bytes")
+    print(f"{sum(lost)} of {len(lost)} loads had lost bytes, or found none")
 
 
-def test_a_file_that_is_not_in_memory_or_of_another_length_is_not_mapped(native: Any, tmp_path: Path) -> None:
-    path = tmp_path / "object"
-    path.write_bytes(bytes(LARGE))
-    with path.open("rb", buffering=0) as file:
-        end(native, map_or_skip(native, file))
-        native.forget_files()  # or the page cache keeps what is to leave it
+def test_a_file_of_another_length_is_not_loaded(native: Any) -> None:
+    with large_file_of() as file:
         assert load(native, file, LARGE - 1) is None
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if pages_in_memory(path):
-            pytest.skip("this file system keeps its files in memory")
-        assert load(native, file, LARGE) is None, "it is better fetched first"
-        assert not pages_in_memory(path), "the kernel was not asked to read it"
+        assert load(native, file, LARGE + 1) is None
 
 
 def test_a_file_in_small_pages_is_read(native: Any) -> None:
     """To map them takes longer than to copy them."""
     content = random.Random(5).randbytes(LARGE)
+    copies: list[bytes] = []
     with large_file_of(content) as file, tempfile.TemporaryFile(buffering=0) as small:
-        end(native, map_or_skip(native, file))
+        map_or_skip(native, file)
         for at in range(0, LARGE, 4096):
             small.write(content[at : at + 4096])
-        room = memoryview(bytearray(LARGE))
-        loaded = native.load_file(f"/proc/self/fd/{small.fileno()}", room, os.O_RDONLY, True, False, (0, 2**40, 2**40))
-        assert loaded[1:] == (None, 0)
-        assert bytes(room) == content
+        assert load(native, small, take=into(copies)) is False
+        assert copies == [content]
     native.forget_files()
 
 
 def test_a_file_that_comes_back_from_the_disk_has_large_pages_again(native: Any, tmp_path: Path) -> None:
-    content, path, cached = random.Random(6).randbytes(LARGE), tmp_path / "object", CachedIO()
+    content, path = random.Random(6).randbytes(LARGE), tmp_path / "object"
     path.write_bytes(content)
-    buffer = memoryview(bytearray(LARGE))
     for _ in range(20):  # the kernel may be short of large pages, or take some back
         with path.open("rb", buffering=0) as file:
-            end(native, map_or_skip(native, file))
-            native.forget_files()
+            map_or_skip(native, file)
+            native.forget_files()  # or the page cache keeps what is to leave it
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if pages_in_memory(path):
                 pytest.skip("this file system keeps its files in memory")
-            cached.read(file.fileno(), buffer)
-            assert bytes(buffer) == content
-            loaded = load(native, file, LARGE)
-            if loaded is not None and loaded[0] is not None:
-                assert bytes(loaded[0]) == content
-                assert not end(native, loaded)
+            copies: list[bytes] = []
+            fetched = load(native, file, take=into(copies))
+            assert copies == [content]
+            if fetched:
                 break
             path.write_bytes(content)
     else:
@@ -175,9 +175,9 @@ def test_a_thread_lets_several_files_go_at_once(native: Any) -> None:
     for number, nbytes in enumerate(lengths):
         content = random.Random(number).randbytes(nbytes)
         with large_file_of(content, nbytes) as file:
-            mapped = map_or_skip(native, file)
-            assert mapped[0] == content
-            assert not end(native, mapped)
+            copies: list[bytes] = []
+            map_or_skip(native, file, into(copies))
+            assert copies == [content]
             kept.append(ranges_of(file))
             native.forget_files() if number % 7 == 6 else None
             assert not ranges_of(file) or number % 7 != 6
@@ -189,31 +189,33 @@ def test_a_file_in_use_is_not_let_go(native: Any) -> None:
     native.forget_files()
     content = random.Random(3).randbytes(LARGE)
     with large_file_of(content) as file, large_file_of(nbytes=3 * LARGE) as other:
-        held = map_or_skip(native, file)
-        for _ in range(30):  # more than fit beside it
-            assert not end(native, map_or_skip(native, other))
-        assert 1 <= ranges_of(other) <= 16, "those that do not fit are let go at once"
-        native.forget_files()
-        assert held[0] == content
-        end(native, held)
+
+        def beside(held: memoryview) -> None:
+            for _ in range(30):  # more than fit beside it
+                map_or_skip(native, other)
+            assert 1 <= ranges_of(other) <= 16, "those that do not fit are let go at once"
+            native.forget_files()
+            assert held == content
+
+        map_or_skip(native, file, beside)
         native.forget_files()
         assert (ranges_of(file), ranges_of(other)) == (0, 0)
 
 
-def test_there_are_as_many_mappings_as_numbers(native: Any) -> None:
+def test_more_files_than_can_be_mapped_at_once_are_read(native: Any) -> None:
+    answers: list[bool | None] = []
     with large_file_of() as file:
-        mapped = [map_or_skip(native, file) for _ in range(64)]
-        assert sorted(number for _, number in mapped) == list(range(1, 65))
-        assert load(native, file, LARGE) == (None, 0), "then it is read"
-        free = mapped[9][1]
-        end(native, mapped[9])
-        mapped[9] = map_or_skip(native, file)
-        assert mapped[9][1] == free
-        for one in mapped:
-            end(native, one)
-    for wrong in (-1, 0, 1, 65):
-        with pytest.raises(ValueError, match=f"there is no mapping {wrong}"):
-            native.unmap(wrong)
+        map_or_skip(native, file)
+
+        def one_more(_: memoryview) -> None:
+            if len(deeper) < 65:
+                deeper.append(None)
+                answers.append(load(native, file, take=one_more))
+
+        deeper: list[None] = []
+        one_more(memoryview(b""))
+        assert answers == [False] + [True] * 64, "the innermost one ended first"
+        assert load(native, file), "and the others are free again"
     native.forget_files()
 
 
@@ -232,9 +234,8 @@ def test_a_foreign_bus_error_ends_the_process_as_before(native: Any, handlers: s
         file = tempfile.TemporaryFile()
         file.write(bytes({LARGE}))
         file.flush()
-        room = bytearray({LARGE})
-        place = f"/proc/self/fd/{{file.fileno()}}"
-        native.load_file(place, memoryview(room), os.O_RDONLY, True, False, (0, {LARGE}, {LARGE}))
+        order = (f"/proc/self/fd/{{file.fileno()}}", bytearray({LARGE}), 0, 0)
+        native.load([order], None, lambda i, view: True, b"", os.O_RDONLY, (0, {LARGE}, 0))
         mine = mmap.mmap(file.fileno(), {LARGE})
         os.truncate(file.fileno(), 0)
         print("alive", flush=True)

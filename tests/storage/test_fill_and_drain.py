@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
-from tests.support.blobs import get, put
+from tests.support.blobs import put
 from tests.support.page_cache import pages_in_memory
 from tests.support.waits import until
 from transferd.storage import file as file_module
 from transferd.storage import file_io
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome
 from transferd.storage.file import FileStorage
-from transferd.storage.file_io import FETCHED_BYTES
 from transferd.storage.lru import Use
 
 LARGE = 2 * 1024**2 + 128
@@ -203,7 +199,7 @@ def forget(file: Path) -> None:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "Python"])
-@pytest.mark.parametrize("nbytes", [5000, FETCHED_BYTES + 8192, 1_000_000, LARGE, 5 * 1024**2 + 4097])
+@pytest.mark.parametrize("nbytes", [5000, 512 * 1024 + 8192, 1_000_000, LARGE, 5 * 1024**2 + 4097])
 @pytest.mark.parametrize("there", [0, 4096], ids=["nothing there", "its end there"])
 async def test_a_file_that_the_page_cache_does_not_hold_is_drained_all_the_same(
     store: Harness, monkeypatch: pytest.MonkeyPatch, nbytes: int, there: int, native: bool
@@ -216,63 +212,6 @@ async def test_a_file_that_the_page_cache_does_not_hold_is_drained_all_the_same(
     drain = Taken()
     assert await load(store, drain, ("aa", nbytes)) == [FOUND]
     assert drain.objects == {0: content(1, nbytes)}
-
-
-async def test_a_file_is_fetched_once_and_one_that_is_there_is_not(
-    store: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nbytes, fetch = 3 * 1024**2, file_io._fetch
-    fetches: list[int] = []
-    file = await stored(store, nbytes)
-    monkeypatch.setattr(file_io, "_fetch", lambda *arguments: fetches.append(arguments[1]) or fetch(*arguments))
-    buffer = blob(store, bytes(nbytes))
-    assert await get(store.storage, [buffer]) == [FOUND]
-    assert fetches == []
-    for into_a_slot in (True, False):
-        fetches.clear()
-        forget(file)
-        await (get(store.storage, [buffer]) if into_a_slot else load(store, Taken(), ("aa", nbytes)))
-        assert fetches == [nbytes]
-
-
-@pytest.mark.parametrize("without", ["cachestat", "mmap", "large pages", "populating"])
-async def test_without_a_kernel_feature_every_byte_is_still_right(
-    store: Harness, monkeypatch: pytest.MonkeyPatch, without: str
-) -> None:
-    nbytes, libc = 3 * 1024**2, file_io._libc
-    file = await stored(store, nbytes)
-    refused: list[str] = []
-
-    def refuse(*_: Any) -> int:
-        refused.append(without)
-        return -1
-
-    call = {"cachestat": "syscall", "mmap": "mmap", "large pages": "madvise", "populating": "madvise"}[without]
-
-    def madvise(address: int, length: int, advice: int) -> int:
-        hugepage = advice == mmap.MADV_HUGEPAGE
-        return refuse() if hugepage == (without == "large pages") else libc.madvise(address, length, advice)
-
-    calls = {made: getattr(libc, made) for made in ("syscall", "mmap", "madvise", "munmap")}
-    monkeypatch.setattr(file_io, "_libc", SimpleNamespace(**calls | {call: madvise if call == "madvise" else refuse}))
-    if without == "mmap":
-        monkeypatch.setattr(file_io, "_FAILED", -1)
-    forget(file)
-    buffer = blob(store, bytes(nbytes))
-    assert await get(store.storage, [buffer]) == [FOUND]
-    assert bytes(buffer.data) == content(1, nbytes)
-    assert refused
-
-
-async def test_a_file_that_was_cut_off_is_not_fetched_into_anything(store: Harness) -> None:
-    nbytes = 3 * 1024**2
-    file = await stored(store, nbytes)
-    with file.open("r+b") as opened:
-        os.fsync(opened.fileno())
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file_io._fetch(opened.fileno(), nbytes + 4 * 1024**2)  # as if it had been longer when somebody looked
-        opened.truncate(5000)
-    assert await load(store, Taken(), ("aa", nbytes)) == [MISSING]
 
 
 @pytest.mark.usefixtures("files_in_python")

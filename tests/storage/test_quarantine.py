@@ -41,7 +41,7 @@ async def test_the_quarantine_is_bounded_in_bytes(open_storage: Open, tmp_path: 
 def test_a_file_that_cannot_be_removed_does_not_keep_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Quarantine(f"{tmp_path}/q/", SYSTEM_CLOCK, itertools.count(), os.mkdir)
+    kept = Quarantine(f"{tmp_path}/q/", SYSTEM_CLOCK, itertools.count(), os.mkdir, lambda path: os.unlink(path))
     taken = []
     for number in range(quarantine.FILES + 3):
         bad = tmp_path / f"{'ab' * 20}@0"

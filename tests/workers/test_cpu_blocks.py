@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import random
 import struct
@@ -19,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.cuda.shim import compiler
-from transferd.blocks.formats import FOOTER_BYTES, Inspection, seal, stamp_of_name
+from transferd.blocks.formats import FOOTER_BYTES, Inspection, _body, seal, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
 from transferd.config import CacheSection
@@ -27,6 +28,7 @@ from transferd.workers import cpu_blocks
 from transferd.workers.cpu_blocks import BlockMemory, Loan
 
 SOURCE = Path(cpu_blocks.__file__).with_name("_inplace.c")
+_inplace: Any = getattr(cpu_blocks, "_inplace", None)  # there is none without a compiler
 NAME = f"m/f/g/{'ab' * 20}/0"
 
 
@@ -71,116 +73,146 @@ def some_ends(draw: random.Random, stripes: int) -> tuple[int, ...]:
     return (*(64 * end for end in sorted(inner)), 64 * stripes)
 
 
-@settings(max_examples=60, deadline=None)
-@given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
-def test_scattered_payloads_arrive_whole_with_the_checksum_of_xxhash(
-    native: Any, stripes: int, pieces: int, parts: int, seed: int
-) -> None:
-    draw = random.Random(seed)
-    payload = draw.randbytes(64 * stripes)
-    memory, wanted = np.zeros(2 * len(payload) + 64, np.uint8), np.zeros(2 * len(payload) + 64, np.uint8)
-    block, stride = draw.randrange(2), 64 * stripes
-    ends = some_ends(draw, stripes)
-    state, offset = native.new_state(ends), 0
-    for piece in cut(draw, stripes, pieces):
-        sizes = [64 * count for count in cut(draw, piece, parts)]
-        starts = list(np.cumsum([offset, *sizes[:-1]]))
-        table = np.array([(at, stride, size) for at, size in zip(starts, sizes, strict=True)], np.int64)
-        order = draw.sample(range(len(sizes)), len(sizes))  # the parts lie in memory in another order
-        at = offset
-        for row in order:
-            table[row][0], at = at, at + sizes[row]
-        for (first, _, size), start in zip(table.tolist(), starts, strict=True):
-            begin = first + stride * block
-            wanted[begin : begin + size] = np.frombuffer(payload[start : start + size], np.uint8)
-        assert native.copy_memory(memoryview(payload), offset, memory.ctypes.data, table, block, state) == 64 * piece
-        offset += 64 * piece
-        reached = [end for end in ends if end <= offset]
-        assert native.checksums(state) == tuple(xxhash.xxh3_64_intdigest(payload[:end]) for end in reached)
-    assert len(native.checksums(state)) == len(ends)
-    assert np.array_equal(memory, wanted)
+class Lent:
+    """One block in memory of its own, cut at random, with its payload and the object that it must become.
+
+    ends: of the sealed parts. block: its number, of two.
+    """
+
+    def __init__(self, native: Any, draw: random.Random, stripes: int, ends: tuple[int, ...] = ()) -> None:
+        self.native, self.ends = native, ends or some_ends(draw, stripes)
+        nbytes, self.block = 64 * stripes, draw.randrange(2)
+        self.payload = draw.randbytes(nbytes)
+        self.bytes = np.frombuffer(draw.randbytes(2 * nbytes + 64), np.uint8).copy()
+        self.before, self.wanted = self.bytes.copy(), self.bytes.copy()
+        skew = draw.choice([0, 1, 32])
+        bounds = sorted({0, *self.ends, *(64 * draw.randrange(1, stripes) for _ in range(draw.randrange(3)))})
+        pieces = []
+        for begin, end in itertools.pairwise(bounds):
+            table, at = [], begin
+            for size in [64 * count for count in cut(draw, (end - begin) // 64, draw.randrange(1, 9))]:
+                table.append((skew + at, nbytes, size))
+                first = skew + at + nbytes * self.block
+                self.wanted[first : first + size] = np.frombuffer(self.payload[at : at + size], np.uint8)
+                at += size
+            pieces.append((begin, np.array(table, np.int64)))
+        self.memory = native.new_memory(self.bytes.ctypes.data, self.ends, tuple(pieces))
+        self.loan, self.footer = Loan(), bytearray(_body(nbytes, stamp_of_name(NAME)) + bytes(8))
+        self.lent = self.lend()
+
+    def lend(self, part: int = -1, state: bytearray | None = None) -> Any:
+        states = [] if state is None else [state]
+        return self.native.lend_blocks(self.memory, self.loan, [self.block], bytes(self.footer), part, states)
+
+    def object(self) -> bytearray:
+        """As the twin makes it, besides the seals of parts."""
+        made = bytearray(self.payload + bytes(FOOTER_BYTES))
+        seal(memoryview(made), len(self.payload), stamp_of_name(NAME))
+        return made
 
 
 @settings(max_examples=60, deadline=None)
-@given(stripes=st.integers(4, 300), pieces=st.integers(1, 4), parts=st.integers(1, 9), seed=st.integers(0, 2**32))
-def test_parts_are_collected_in_order_with_the_checksum_of_xxhash(
-    native: Any, stripes: int, pieces: int, parts: int, seed: int
+@given(stripes=st.integers(4, 300), seed=st.integers(0, 2**32))
+def test_a_block_becomes_the_object_that_the_twin_makes_and_comes_back(native: Any, stripes: int, seed: int) -> None:
+    draw = random.Random(seed)
+    one = Lent(native, draw, stripes)
+    assert native.take(one.lent, 0, memoryview(one.object()))
+    assert np.array_equal(one.bytes, one.wanted), "every byte of the block, and no other"
+    made = bytearray(len(one.payload) + FOOTER_BYTES)
+    assert native.fill(one.lent, 0, memoryview(made), draw.random() < 0.5)
+    inspection = Inspection(stamp_of_name(NAME), len(made))
+    assert inspection.footer(bytes(made[-FOOTER_BYTES:])) is None
+    assert inspection.damage(xxhash.xxh3_64_intdigest(made[:-FOOTER_BYTES])) is None
+    sums = tuple(xxhash.xxh3_64_intdigest(one.payload[:end]) for end in one.ends)
+    assert inspection.seals == (sums if len(sums) == 3 else ())
+    assert made[:-FOOTER_BYTES] == one.payload
+    assert made == one.object() or len(sums) == 3
+    assert one.loan.shared == bytes(8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stripes=st.integers(4, 40), seed=st.integers(0, 2**32))
+def test_an_object_that_is_not_right_is_not_taken_and_a_wrong_footer_touches_nothing(
+    native: Any, stripes: int, seed: int
 ) -> None:
     draw = random.Random(seed)
-    nbytes, block, skew = 64 * stripes, draw.randrange(3), draw.choice([0, 1, 32])
-    memory = np.frombuffer(draw.randbytes(3 * nbytes), np.uint8)
-    target = bytearray(b"\x07" * (nbytes + 64 + skew))
-    ends = some_ends(draw, stripes)
-    state, offset, wanted = native.new_state(ends), 0, b""
-    for piece in cut(draw, stripes, pieces):
-        sizes = [64 * count for count in cut(draw, piece, parts)]
-        table = np.array([(draw.randrange(nbytes - size + 1), nbytes, size) for size in sizes], np.int64)
-        native.collect(memoryview(target)[skew:], offset, memory.ctypes.data, table, block, state, draw.random() < 0.5)
-        wanted += b"".join(memory[at + nbytes * block :][:size].tobytes() for at, _, size in table.tolist())
-        offset += 64 * piece
-    assert native.checksums(state) == tuple(xxhash.xxh3_64_intdigest(wanted[:end]) for end in ends)
-    assert bytes(target) == b"\x07" * skew + wanted + b"\x07" * 64
-
-
-def test_a_piece_is_not_collected_into_less_room(native: Any) -> None:
-    memory, table, target = np.ones(512, np.uint8), np.array([[0, 0, 512]], np.int64), bytearray(600)
-    with pytest.raises(ValueError, match="does not fit"):
-        native.collect(target, 128, memory.ctypes.data, table, 0, native.new_state((512,)), False)
-    with pytest.raises((TypeError, BufferError)):
-        native.collect(bytes(600), 0, memory.ctypes.data, table, 0, native.new_state((512,)), True)
-    assert not any(target)
+    one = Lent(native, draw, stripes)
+    damaged = one.object()
+    damaged[at := draw.randrange(len(damaged))] ^= 1 << draw.randrange(8)
+    assert not native.take(one.lent, 0, memoryview(damaged))
+    assert at < len(one.payload) or np.array_equal(one.bytes, one.before)
+    other = one.object()
+    seal(memoryview(other), len(one.payload), stamp_of_name(NAME.replace("ab", "cd")))
+    one.bytes[:] = one.before
+    assert not native.take(one.lent, 0, memoryview(other))
+    assert np.array_equal(one.bytes, one.before)
 
 
 @pytest.mark.parametrize("nbytes", [256, 320, 1024, 1088, 2048, 64 * 1023, 64 * 1024, 64 * 1025])
 def test_lengths_beside_the_borders_of_the_format(native: Any, nbytes: int) -> None:
-    payload = random.Random(nbytes).randbytes(nbytes)
-    memory, state = np.zeros(nbytes, np.uint8), native.new_state((nbytes,))
-    native.copy_memory(memoryview(payload), 0, memory.ctypes.data, np.array([[0, 0, nbytes]], np.int64), 0, state)
-    assert native.checksums(state) == (xxhash.xxh3_64_intdigest(payload),)
-    assert memory.tobytes() == payload
+    one = Lent(native, random.Random(nbytes), nbytes // 64, (nbytes,))
+    assert native.take(one.lent, 0, memoryview(one.object()))
+    assert np.array_equal(one.bytes, one.wanted)
 
 
-def test_a_copy_beyond_the_payload_reads_nothing_and_has_no_checksum(native: Any) -> None:
-    payload, table = bytes(500), np.array([[0, 0, 512]], np.int64)
-    memory = np.zeros(512, np.uint8)
-    state = native.new_state((512,))
-    assert native.copy_memory(memoryview(payload), 0, memory.ctypes.data, table, 0, state) < 512
-    assert native.checksums(state) == ()
+def test_parts_are_taken_in_order_and_each_once(native: Any) -> None:
+    one = Lent(native, random.Random(3), 30, (640, 1280, 1920))
+    made = memoryview(bytearray(len(one.payload) + FOOTER_BYTES))
+    assert native.take(one.lent, 0, memoryview(one.object()))
+    assert native.fill(one.lent, 0, made, False)
+    one.bytes[:] = one.before
+    state = native.new_state(one.memory)
+    assert not native.take(one.lend(1, state), 0, made), "the first part comes first"
+    for part in range(3):
+        assert not np.array_equal(one.bytes, one.wanted)
+        assert native.take(one.lend(part, state), 0, made)
+        assert not native.take(one.lend(part, state), 0, made)
+    assert np.array_equal(one.bytes, one.wanted)
+    assert not native.take(one.lend(0, native.new_state(one.memory)), 0, memoryview(one.object())), (
+        "it has no such seals"
+    )
 
 
 @pytest.mark.parametrize(
     "rows", [[[0, 0, 100]], [[0, 0, 0]], [[0, 0, -64]], [[0, 0, 576]], [[0, 0, 64]] * 1025, [[0, 0]]]
 )
-def test_parts_that_are_wrong_touch_nothing(native: Any, rows: list[list[int]]) -> None:
-    memory, source = np.zeros(1024, np.uint8), memoryview(b"\x01" * 1024)
+def test_parts_that_are_wrong_are_refused(native: Any, rows: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"parts of a piece are wrong|pieces are not the payload"):
+        native.new_memory(0, (512,), ((0, np.array(rows, np.int64)),))
     with pytest.raises(ValueError, match="parts of a piece are wrong"):
-        native.copy_memory(source, 0, memory.ctypes.data, np.array(rows, np.int64), 0, native.new_state((512,)))
+        native.new_memory(0, (512,), ((0, np.array([[0, 0, 0, 0, 512, 0]], np.int32)),))
     with pytest.raises(ValueError, match="parts of a piece are wrong"):
-        native.copy_memory(
-            source, 0, memory.ctypes.data, np.array([[0, 0, 0, 0, 64, 0]], np.int32), 0, native.new_state((512,))
-        )
-    assert not memory.any()
+        native.new_memory(0, (512,), ((64, np.array([[0, 0, 512]], np.int64)),))
 
 
-def test_payloads_of_another_kind_are_refused(native: Any) -> None:
-    for ends in (
-        (0,),
-        (64,),
-        (192,),
-        (300,),
-        (1000,),
-        (),
-        (512, 512),
-        (512, 256),
-        (64, 512),
-        tuple(range(256, 832, 64)),
-    ):
-        with pytest.raises(ValueError, match="multiples of 64"):
-            native.new_state(ends)
-    with pytest.raises(OverflowError):
-        native.new_state((-64,))
-    with pytest.raises(ValueError, match="the state"):
-        native.copy_memory(memoryview(bytes(64)), 0, 0, np.array([[0, 0, 64]], np.int64), 0, bytearray(8))
+@pytest.mark.parametrize(
+    "ends",
+    [(0,), (64,), (192,), (300,), (1000,), (), (512, 512), (512, 256), (64, 512), tuple(range(256, 832, 64)), (-64,)],
+)
+def test_payloads_of_another_kind_are_refused(native: Any, ends: tuple[int, ...]) -> None:
+    with pytest.raises((ValueError, OverflowError)):
+        native.new_memory(0, ends, ())
+
+
+def test_calls_that_do_not_fit_are_refused(native: Any) -> None:
+    one = Lent(native, random.Random(1), 8)
+    room = memoryview(bytearray(len(one.payload) + FOOTER_BYTES))
+    for i, data in ((1, room), (-1, room), (0, room[1:])):
+        with pytest.raises(ValueError, match="no such block"):
+            native.fill(one.lent, i, data, True)
+        with pytest.raises(ValueError, match="no such block"):
+            native.take(one.lent, i, data)
+    with pytest.raises((TypeError, BufferError)):
+        native.fill(one.lent, 0, bytes(len(room)), True)
+    for footers, part, states in ((b"", -1, []), (bytes(128), 0, []), (bytes(128), 9, [bytearray(1)])):
+        with pytest.raises(ValueError, match="a footer for each block"):
+            native.lend_blocks(one.memory, one.loan, [0], footers, part, states)
+    with pytest.raises(ValueError, match="another length"):
+        native.lend_blocks(one.memory, one.loan, [0], bytes(128), 0, [bytearray(1)])
+    with pytest.raises(ValueError, match="another length"):
+        native.end_loan(bytearray(4))
+    with pytest.raises(ValueError, match="PyCapsule"):
+        native.new_state(one.lent)
 
 
 # --- blocks -----------------------------------------------------------------------------------------
@@ -201,13 +233,13 @@ class Blocks:
         self.object = memoryview(bytearray(os.urandom(payload) + bytes(FOOTER_BYTES)))
         seal(self.object, payload, stamp_of_name(NAME))
 
+    def lend(self, block: int, loan: Loan | None = None) -> Any:
+        footer = _body(self.object.nbytes - FOOTER_BYTES, stamp_of_name(NAME)) + bytes(8)
+        return _inplace.lend_blocks(self.memory.native, loan or Loan(), [block], footer, -1, [])
+
     def load(self, block: int) -> bool:
-        loan = Loan()
-        inspection = Inspection(stamp_of_name(NAME), self.object.nbytes)
-        assert inspection.footer(bytes(self.object[-FOOTER_BYTES:])) is None
-        checksum = self.memory.scatter(self.object, block, loan)
-        assert not loan._holders
-        return checksum is not None and inspection.damage(checksum) is None
+        taken: bool = _inplace.take(self.lend(block), 0, self.object)
+        return taken
 
 
 CACHES: dict[str, dict[str, Any]] = {
@@ -237,23 +269,23 @@ def test_an_object_is_copied_to_its_block_and_no_other_byte_and_each_damage_is_s
         blocks.object[position] ^= 1
     assert blocks.load(2)
     slot = memoryview(bytearray(blocks.object.nbytes))
-    assert blocks.memory.collect(2, slot, Loan(), near=True) is not None
+    assert _inplace.fill(blocks.lend(2), 0, slot, True)
     assert slot[:-FOOTER_BYTES] == blocks.object[:-FOOTER_BYTES]
 
 
 def test_a_layout_of_odd_parts_goes_by_the_device() -> None:
     odd: dict[str, Any] = {"layers": 3, "attention": "mla", "kv_lora_rank": 50, "qk_rope_head_dim": 7, "block_size": 3}
-    assert Blocks(CacheSection(device_blocks=5, **odd)).memory.tables is None
+    assert Blocks(CacheSection(device_blocks=5, **odd)).memory.native is None
 
 
-def test_a_thread_without_a_loan_touches_no_block() -> None:
+async def test_a_thread_without_a_loan_touches_no_block() -> None:
     blocks, loan = Blocks(CacheSection(device_blocks=5, **CACHES["GQA"])), Loan()
     before = blocks.bytes.copy()
     assert loan.end() is None
-    assert blocks.memory.scatter(blocks.object, 1, loan) is None
+    assert not _inplace.take(blocks.lend(1, loan), 0, blocks.object)
     assert np.array_equal(blocks.bytes, before)
     slot = memoryview(bytearray(blocks.object.nbytes))
-    assert blocks.memory.collect(1, slot, loan, near=False) is None
+    assert not _inplace.fill(blocks.lend(1, loan), 0, slot, False)
     assert not any(slot)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -112,17 +111,21 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read_before: bool = False) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        real, taken = _files.load_file, threading.Lock()
+        real, taken = _files.load, threading.Lock()
 
-        def held(*arguments: Any) -> Any:
-            if not taken.acquire(blocking=False):
-                return real(*arguments)
-            loaded = real(*arguments) if read_before else None
+        def hold() -> None:
             self.begun.set()
             assert self.go_on.wait(60)
-            return loaded if read_before else real(*arguments)
 
-        monkeypatch.setattr(_files, "load_file", held)
+        def held(orders: Any, lent: Any, take: Any, busy: Any, *more: Any) -> Any:
+            if not taken.acquire(blocking=False):
+                return real(orders, lent, take, busy, *more)
+            if read_before:
+                return real(orders, None, lambda i, data: hold() or take(i, data), b"", *more)
+            hold()
+            return real(orders, lent, take, busy, *more)
+
+        monkeypatch.setattr(_files, "load", held)
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, 60)
@@ -216,10 +219,7 @@ async def test_a_changed_or_replaced_file_is_a_miss_or_an_error(rig: Rig, strang
 
 
 async def test_a_disk_error_is_reported_after_one_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(_files, "load_file", broken)
+    monkeypatch.setattr(_files, "load", lambda *_: ([], errno.EIO))
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert list(outcome.moved) == []
     assert outcome.error is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,16 +13,36 @@ from tests.storage.harness import file_config, skip_without_direct_io
 from tests.workers.rig import LAYOUT, Rig, read, turns, write
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import LEFT, STORED, Item
+from transferd.storage.base import LEFT, STORED, Fill, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.joined import JoinedStorage
+from transferd.storage.lent import Lent
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
-from transferd.workers.cpu_blocks import NATIVE, BlockMemory, Loan
+from transferd.workers import cpu_blocks
+from transferd.workers.cpu_blocks import NATIVE, CpuBlocks
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [3, 9, 1, 12, 7, 5]
 TARGET = [8, 15, 10, 2, 14, 0]
+
+
+Make = Callable[[CpuBlocks, int, bool, Callable[[], bool]], bool]
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
+    """Have `make` called in the place of each copy: with the task's blocks, the block, `near`, and the copy."""
+    real = CpuBlocks.fill
+
+    def watched(blocks: CpuBlocks, positions: Sequence[int]) -> Fill:
+        fill = real(blocks, positions)
+
+        def told(i: int, data: memoryview, near: bool) -> bool:
+            return make(blocks, blocks._blocks[positions[i]], near, lambda: fill(i, data, near))
+
+        return told  # it lends nothing, so the extension calls it
+
+    monkeypatch.setattr(CpuBlocks, "fill", watched)
 
 
 @pytest.fixture
@@ -30,7 +50,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     """On files, with every copy in a thread."""
     if not NATIVE:
         pytest.skip("the extension is not there, so blocks go to storage in chunks")
-    made = await Rig(slots=8, storage=FileStorage(file_config(tmp_path, 64 * 1024**2)), inline_check_bytes=0).open()
+    made = await Rig(
+        slots=8, storage=FileStorage(file_config(tmp_path, 64 * 1024**2), threads=ThreadPools(1)), inline_check_bytes=0
+    ).open()
     made.sim_device.addressable = True
     yield made
     await made.close()
@@ -40,13 +62,12 @@ async def test_every_lent_block_is_stored_with_its_bytes_and_few_slots(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collected: list[int] = []
-    collect = BlockMemory.collect
 
-    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
+    def telling(_: CpuBlocks, block: int, __: bool, copy: Callable[[], bool]) -> bool:
         collected.append(block)
-        return collect(memory, block, data, loan, near=near)
+        return copy()
 
-    monkeypatch.setattr(BlockMemory, "collect", telling)
+    watch(monkeypatch, telling)
     outcome = await rig.run(write(KEYS, SOURCE))
     assert (list(outcome.moved), outcome.error, rig.sim_device.counts["copy_out"]) == (list(range(6)), None, 0)
     assert sorted(collected) == sorted(SOURCE)
@@ -67,13 +88,12 @@ async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
     if direct_io:
         skip_without_direct_io(tmp_path)
     told: list[bool] = []
-    collect = BlockMemory.collect
 
-    def telling(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
+    def telling(_: CpuBlocks, __: int, near: bool, copy: Callable[[], bool]) -> bool:
         told.append(near)
-        return collect(memory, block, data, loan, near=near)
+        return copy()
 
-    monkeypatch.setattr(BlockMemory, "collect", telling)
+    watch(monkeypatch, telling)
     files = FileStorage(file_config(tmp_path, 64 * 1024**2, direct_io=direct_io))
     storage = JoinedStorage(files, ThreadPools(1)) if several else files  # type: ignore[abstract]
     rig = await Rig(slots=8, storage=storage, inline_check_bytes=0).open()
@@ -88,7 +108,13 @@ async def test_a_copy_goes_past_the_caches_if_a_device_reads_it(
 async def test_blocks_that_no_thread_has_collected_when_the_loan_ends_are_not_stored(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Loan, "take", lambda _loan: False)
+    lend = CpuBlocks.lend
+
+    def ended(blocks: CpuBlocks, positions: Sequence[int]) -> Lent:
+        vars(cpu_blocks)["_inplace"].end_loan(blocks.loan.shared)
+        return lend(blocks, positions)
+
+    monkeypatch.setattr(CpuBlocks, "lend", ended)
     outcome = await rig.run(write(KEYS, SOURCE))
     assert (list(outcome.moved), outcome.error) == ([], None)
     assert await rig.storage.exists([rig.name(key) for key in KEYS]) == [False] * 6
@@ -121,20 +147,22 @@ async def test_a_task_that_ends_meanwhile_waits_for_the_copy_that_runs_and_begin
     """A thread stands still in the middle of a copy. Until it goes on, the blocks are not the engine's again."""
     loop, entered, go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
     copied: list[int] = []
-    collect = BlockMemory.collect
 
-    def slowly(memory: BlockMemory, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
-        if not loan.take():
-            return None
+    def slowly(blocks: CpuBlocks, block: int, near: bool, copy: Callable[[], bool]) -> bool:
+        if blocks.loan.over:
+            return False
+        blocks.loan.shared[0] += 1  # as the extension takes it; there is one thread
         try:
             copied.append(block)
             loop.call_soon_threadsafe(entered.set)
             assert go_on.wait(30)
-            return collect(memory, block, data, loan, near=near)
+            return copy()
         finally:
-            loan.give_back()
+            blocks.loan.shared[0] -= 1
+            if blocks.loan.over:
+                blocks.loan.returned()
 
-    monkeypatch.setattr(BlockMemory, "collect", slowly)
+    watch(monkeypatch, slowly)
     job = rig.start(write(KEYS, SOURCE))
     async with timeout(30):
         await entered.wait()

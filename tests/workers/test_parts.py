@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +13,7 @@ from transferd.blocks.formats import FOOTER_BYTES, seal, stamps
 from transferd.storage.base import MISSING, Drainer, Item, Outcome
 from transferd.tasks import RankOutcome, ReadStorageTask, Stop
 from transferd.workers import read as read_module
-from transferd.workers.cpu_blocks import NATIVE, BlockMemory
+from transferd.workers.cpu_blocks import NATIVE, BlockDrain, CpuBlocks
 from transferd.workers.job import Job
 
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the installation had no compiler")
@@ -144,14 +143,23 @@ async def test_damage_in_a_footer_reports_nothing(rig: Rig, storage: Warm, at: i
 async def test_a_block_that_the_engine_may_be_reading_is_not_loaded_again(rig: Rig, storage: Warm) -> None:
     """Its third part was scribbled on in memory: the object is intact, and stays, and the block is not reported."""
     reported = Reported(rig)
-    scatter, left = BlockMemory.scatter_part, [1]
+    lend, take, left = CpuBlocks.drain, BlockDrain.__call__, [1]
+    of_last: list[BlockDrain] = []
 
-    def scribbled(memory: BlockMemory, part: int, *arguments: Any) -> int | None:
-        checksum = scatter(memory, part, *arguments)
-        return checksum and checksum ^ (left.pop() if part == 2 and left else 0)
+    def lent(
+        blocks: CpuBlocks, positions: Sequence[int], part: int = -1, states: Sequence[bytearray] = ()
+    ) -> BlockDrain:
+        drain = lend(blocks, positions, part, states)
+        if part == 2:
+            of_last.append(drain)
+        return drain
+
+    def scribbled(drain: BlockDrain, i: int, data: memoryview) -> bool:
+        return take(drain, i, data) and not (drain in of_last and left and left.pop())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockMemory, "scatter_part", scribbled)
+        patch.setattr(CpuBlocks, "drain", lent)
+        patch.setattr(BlockDrain, "__call__", scribbled)
         outcome = await load(rig, reported)
     assert len(outcome.moved) == 5
     assert reported == [2, 4]

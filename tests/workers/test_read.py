@@ -16,7 +16,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage.base import Blob, Outcome
 from transferd.tasks import Stop
 from transferd.workers.context import INLINE_CHECK_BYTES
-from transferd.workers.cpu_blocks import NATIVE, BlockMemory, Loan
+from transferd.workers.cpu_blocks import NATIVE, BlockDrain
 from transferd.workers.job import Job
 
 KEYS = [f"k{i}" for i in range(6)]
@@ -194,13 +194,12 @@ async def test_a_block_that_someone_else_writes_to_during_the_copy_costs_no_obje
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an engine does that was killed and restarted. Where what arrived is checked, that looks like damage."""
-    scatter = BlockMemory.scatter
+    take = BlockDrain.__call__
 
-    def scribbled(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> int | None:
-        checksum = scatter(memory, data, block, loan)
-        return checksum and checksum ^ (block == 9)
+    def scribbled(drain: BlockDrain, i: int, data: memoryview) -> bool:
+        return take(drain, i, data) and drain._blocks._blocks[drain.positions[i]] != 9
 
-    monkeypatch.setattr(BlockMemory, "scatter", scribbled)
+    monkeypatch.setattr(BlockDrain, "__call__", scribbled)
     outcome = await rig.run(read(KEYS[:2], [8, 9]))
     assert list(outcome.moved) == ([0] if rig.sim_device.addressable and NATIVE else [0, 1])
     assert outcome.error is None

@@ -76,7 +76,7 @@ import numpy.typing as npt
 import xxhash
 
 from transferd.blocks.keys import encode_text
-from transferd.blocks.layout.base import PARTS, BlockLayout
+from transferd.blocks.layout.base import BlockLayout
 from transferd.blocks.layout.families import PagesLayout
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, InvariantError
@@ -202,32 +202,23 @@ def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: 
     return [Stamp(bytes.fromhex(digest), *common) for digest in digests]
 
 
-def seal(slot: memoryview, payload_bytes: int, stamp: Stamp, checksums: Sequence[int] = ()) -> None:
+def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
     """Write the footer right after the payload.
 
     slot: writable bytes that begin with the payload and have room for the footer. The caller owns them, and keeps the
         payload unchanged until it is stored.
-    checksums: the xxh3-64 of the payload up to the end of each of its parts, if the caller has them; only one if the
-        payload has no parts.
     """
     _check_room(slot, payload_bytes)
-    *parts, checksum = checksums or (xxhash.xxh3_64_intdigest(slot[:payload_bytes]),)
-    divided = len(parts) == PARTS - 1
-    body = _BODY.pack(
-        _MAGIC,
-        FORMAT_VERSION,
-        FOOTER_BYTES,
-        stamp.rank,
-        payload_bytes,
-        checksum,
-        stamp.key,
-        BY_LAYERS if divided else 0,
-        stamp.generation,
-        stamp.fingerprint,
-        stamp.model,
-        *(parts if divided else (0, 0)),
-    )
+    body = _body(payload_bytes, stamp, xxhash.xxh3_64_intdigest(slot[:payload_bytes]))
     slot[payload_bytes : payload_bytes + FOOTER_BYTES] = body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def _body(payload_bytes: int, stamp: Stamp, checksum: int = 0) -> bytes:
+    """A footer without its own checksum."""
+    texts = stamp.generation, stamp.fingerprint, stamp.model
+    return _BODY.pack(
+        _MAGIC, FORMAT_VERSION, FOOTER_BYTES, stamp.rank, payload_bytes, checksum, stamp.key, 0, *texts, 0, 0
+    )
 
 
 def check(slot: memoryview, payload_bytes: int, stamp: Stamp) -> Damage | None:
@@ -376,20 +367,20 @@ class ObjectFormat(abc.ABC):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Complete slots that hold packed blocks, so that `check` can later prove them intact.
-
-        checksums: those of each block's parts, as this module's function `seal` takes them, if the caller has them.
-        """
+        """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
 
     @abc.abstractmethod
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
 
     @abc.abstractmethod
-    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
-        """Like `check`, for objects read in pieces. Raises InvariantError if the format splits a block into objects."""
+    def inspection(self, generation: str, block: str, rank: int) -> Inspection:
+        """Like `check`, for one block, by its id. Raises InvariantError if the format splits a block into objects."""
+
+    @abc.abstractmethod
+    def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
+        """The footers of these blocks one behind the other, without checksums. Raises the same."""
 
 
 class SealedBlocks(ObjectFormat):
@@ -422,22 +413,24 @@ class SealedBlocks(ObjectFormat):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
-        namer = self._namer
-        marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
-        for slot, mark, known in zip(slots, marks, checksums or [()] * len(slots), strict=True):
-            seal(slot, self._payload, mark, known)
+        for slot, mark in zip(slots, self._stamps(ids, generation, rank), strict=True):
+            seal(slot, self._payload, mark)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
-        namer = self._namer
-        marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
+        marks = self._stamps(ids, generation, rank)
         return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]
 
-    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
+    def inspection(self, generation: str, block: str, rank: int) -> Inspection:
+        return Inspection(self._stamps([block], generation, rank)[0], self.slot_bytes)
+
+    def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
+        empty = bytes(_SEAL.size)
+        return b"".join([_body(self._payload, stamp) + empty for stamp in self._stamps(ids, generation, rank)])
+
+    def _stamps(self, ids: Iterable[str], generation: str, rank: int) -> list[Stamp]:
         namer = self._namer
-        marks = stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
-        return [Inspection(mark, self.slot_bytes) for mark in marks]
+        return stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
 
 
 class RawPlanes(ObjectFormat):
@@ -477,7 +470,6 @@ class RawPlanes(ObjectFormat):
         generation: str,
         ids: Sequence[str],
         rank: int,
-        checksums: Sequence[Sequence[int]] = (),
     ) -> None:
         """Does nothing: the format has only the raw bytes."""
 
@@ -491,7 +483,10 @@ class RawPlanes(ObjectFormat):
         """Finds no damage: storage has checked the lengths, and there is nothing else to check."""
         return [None] * len(slots)
 
-    def inspections(self, generation: str, ids: Sequence[str], rank: int) -> list[Inspection]:
+    def inspection(self, generation: str, block: str, rank: int) -> Inspection:
+        raise InvariantError(f"planes of rank {rank} have no footers: block {block} of generation {generation!r}")
+
+    def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
         raise InvariantError(f"planes of rank {rank} have no footers: {len(ids)} blocks of generation {generation!r}")
 
 

@@ -1,21 +1,27 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-def put_file(
-    spare: str | None,
-    temporary: str,
-    path: str,
-    data: memoryview,
-    direct: int,
+def store(
+    orders: list[tuple[str, memoryview, int, int, str, str | None]],
+    lent: Any,
+    fill: Callable[[int, memoryview, bool], bool] | None,
+    near: bool,
     flags: int,
     mode: int,
+    directory_mode: int,
     allocates: bool,
     syncs: bool,
     /,
-) -> tuple[int, int]: ...
-def load_file(
-    path: str, data: memoryview, flags: int, maps: bool, fetched: bool, wanted: tuple[int, int, int], /
-) -> tuple[float, memoryview | None, int] | None: ...
+) -> int: ...
+def load(
+    orders: list[tuple[str, memoryview, int, int]],
+    lent: Any,
+    take: Callable[[int, memoryview], bool] | None,
+    busy: bytes | bytearray,
+    flags: int,
+    wanted: tuple[int, int, int],
+    /,
+) -> tuple[list[Any], int]: ...
 def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None: ...
-def unmap(mapping: int, /) -> bool: ...
 def forget_files() -> None: ...
 def catch_bus_errors() -> None: ...

@@ -43,6 +43,7 @@ from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
+from transferd.storage.lent import lent_by
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
@@ -163,7 +164,7 @@ def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
 
 def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
     """The `fill` of a call for `chosen` items."""
-    return fill and (lambda i, data, near: fill(which[i], data, near))
+    return fill and _ChosenFill(fill, which)
 
 
 def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
@@ -171,9 +172,21 @@ def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
     return drain and _ChosenDrain(drain, which)
 
 
+class _ChosenFill:
+    def __init__(self, fill: Fill, which: Sequence[int]) -> None:
+        self._fill, self._which = fill, which
+        lent = lent_by(fill)
+        self.lent = lent and lent.chosen(which)
+
+    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
+        return self._fill(self._which[i], data, near)
+
+
 class _ChosenDrain:
     def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
         self._drain, self._which = drain, which
+        lent = lent_by(drain)
+        self.lent = lent and lent.chosen(which)
 
     @property
     def wanted(self) -> bool:

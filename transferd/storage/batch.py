@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from transferd.errors import StorageError, StorageFull, StorageUnavailable
+from transferd.errors import Closed, StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import Fill, Index, Item, Noted, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 from transferd.storage.queues import UNSAVED
@@ -17,6 +17,7 @@ from transferd.storage.queues import UNSAVED
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
 PATIENCE_S = 20.0
+RUN_BYTES = 1024**2  # that a thread writes or reads, as a run of objects, before another engine's turn; or one object
 WHOLE = ("storage_read_only", "storage_gone")
 
 
@@ -27,17 +28,6 @@ class Damaged(Exception):
     """
 
     def __init__(self, error: StorageError | None = None) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-class StillStored(Exception):
-    """Raised by `_write`: the object that it should have displaced cannot be removed, and is still stored.
-
-    error: the error to report to the caller.
-    """
-
-    def __init__(self, error: StorageError) -> None:
         super().__init__(error)
         self.error = error
 
@@ -66,6 +56,11 @@ class Write:
     failing: int = 0
     full: bool = False
 
+    def spare(self, reads: Callable[[str], bool]) -> Victim | None:
+        """The one victim, unless it is being read: the object can be written over it."""
+        victim = self.victims[0] if len(self.victims) == 1 else None
+        return None if victim is None or reads(victim.name) else victim
+
     def refuse(self, victim: Victim, error: StorageError) -> None:
         self.error = bare(error)
         self.refused.append((victim, self.error))
@@ -77,6 +72,17 @@ class Read(msgspec.Struct, frozen=True):
     position: int
     item: Item
     entry: Entry
+
+
+W = TypeVar("W", Read, Write)
+ReadRun: TypeAlias = Callable[[Sequence[Read]], list[Answer]]
+
+
+def runs_of(work: Sequence[W], threads: int) -> list[Sequence[W]]:
+    """Cut a batch into what a thread does at a time: at least two runs for each of so many threads."""
+    largest = max([one.item.nbytes for one in work], default=0) or 1
+    size = max(1, min(RUN_BYTES // largest, len(work) // (2 * threads)))
+    return [work[start : start + size] for start in range(0, len(work), size)]
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +111,26 @@ class StoreBatch:
 class LevelOrder(Index):
     """The part of an indexed store that other levels of storage need."""
 
+    backend: str
     _index: LruIndex
+    _closed: bool
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        self._check_not_closed()
+        if use is None:  # not a use: the order of eviction stays
+            return [name in self._index for name in names]
+        self._check_usable()
+        return self._index.find(names, use)
+
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        return self.find(names, use)
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise Closed(f"{self.backend} storage is closed")
+
+    def _check_usable(self) -> None:
+        """Raise StorageUnavailable while no call can succeed."""
 
     @property
     def capacity(self) -> int:

@@ -5,6 +5,7 @@
     <root>/order         their order of use, see journal.py
     <root>/announced-*   what KV events have announced, see daemon/kv_events/remembered.py
     <root>/quarantine/   the newest few bad objects, and whatever lay in an object's place; outside the capacity
+    <root>/spares/       empty files, see spares.py
 
 An object is written under a temporary name and renamed when it is complete, so half an object never
 appears under its name, even if the process is killed. Temporary files found at start belong to dead
@@ -19,7 +20,7 @@ Without `fsync` nothing waits for the medium. A killed process loses nothing, be
 belongs to the kernel; after a power failure the footer's checksum shows which objects are complete.
 With `fsync`, the object's bytes and its directory entry are on the medium before `write` returns.
 
-file_io.py reads the bytes of a file, and put_file.py writes them.
+file_io.py writes and reads the bytes of a file.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno
+import functools
 import itertools
 import os
 import stat
@@ -34,15 +36,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.storage.base import LEFT, Outcome, Take
-from transferd.storage.batch import Damaged, StillStored
+from transferd.storage import file_io
+from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
+from transferd.storage.batch import Damaged
 from transferd.storage.examine import READ_FLAGS, Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, Loaded, Part
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, put_file
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
+from transferd.storage.lent import lent_by
 from transferd.storage.paths import (
     is_directory_of_ours,
     is_temporary,
@@ -52,9 +57,12 @@ from transferd.storage.paths import (
     temporary_of,
 )
 from transferd.storage.pruning import Pruning
-from transferd.storage.put_file import Reached, put_file
 from transferd.storage.quarantine import Quarantine
 from transferd.storage.room import DiskState, disk_of
+from transferd.storage.spares import Spares
+
+if file_io.NATIVE:
+    from transferd.storage import _files
 
 T = TypeVar("T")
 
@@ -63,9 +71,7 @@ FILE_MODE = 0o640
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
 WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Errors of `open` that say nothing about the file. With any other one a file cannot be overwritten, but perhaps removed
-# or moved: it is a link, a FIFO, a directory; another program has a lease on it; its mode forbids it; its disk fails.
-NOT_THE_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EROFS, *FULL)
+ALL = (0, 2**62, 0)  # of an object, as _files.c counts what is wanted
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP, errno.ENOENT)
@@ -106,7 +112,8 @@ class ObjectDirectory:
         self._clock = clock
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
-        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory)
+        self._spares = Spares(f"{root}/spares/", self._numbers)
+        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory, self._spares.release)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -133,7 +140,9 @@ class ObjectDirectory:
         lost = self.home.lost()
         try:
             disk = disk_of(str(self._root), lost)
-            if not lost and disk.files_free < disk.files // FEW_INODES and self._pruning.finish():
+            if not lost and disk.files_free < disk.files // FEW_INODES:
+                self._spares.remove()
+                self._pruning.finish()
                 disk = disk_of(str(self._root))
             return disk
         except OSError as error:
@@ -187,6 +196,7 @@ class ObjectDirectory:
         What refuses below the root of the objects is left alone, and noted in `refused`.
         """
         found = FoundObjects()
+        self._spares.begin()
         try:
             with os.scandir(self._objects) as entries:
                 self._scan("", entries, found)
@@ -285,25 +295,59 @@ class ObjectDirectory:
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name.
+    def write_run(self, items: Sequence[tuple[int, str, str | None, memoryview]], fill: Fill | None, near: bool) -> int:
+        """Store objects in one call without the GIL, up to the first one that `write` must do. Returns how many.
 
-        displaced: an object to remove, which nothing reads. If its file has the same length, it is written over. It
-            already has pages and blocks, so that takes half of the time of a new file, or a tenth in a virtual machine
-            whose host reclaims free pages. If the process dies meanwhile, the next start removes that file like any
-            temporary one. Raises StillStored if that object cannot be removed.
+        items: position, name, another object or None, and the bytes, or with `fill` the memory for them. The other
+            object leaves, and nothing reads it. Its file is written over: it has pages and blocks, so that takes half
+            of the time of a new one, or a tenth in a virtual machine whose host reclaims free pages. If the process
+            dies meanwhile, the next start removes that file like any temporary one.
         """
+        if not file_io.NATIVE or self.home.lock.problem():
+            return 0
+        lent, orders = lent_by(fill), []
+        for position, name, displaced, data in items:
+            spare = self._spares.take() if displaced is None else self.path(displaced)
+            temporary = temporary_of(self.path(displaced or name), next(self._numbers))
+            if displaced is None and spare is not None:
+                temporary = spare  # it stays where it is until it is filled
+            orders.append((self.path(name), data, position, lent.numbers[position] if lent else 0, temporary, spare))
+        flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
+        # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
+        modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE
+        done = _files.store(orders, lent and lent.blocks, fill, near, flags, *modes, allocates, self._fsync)
+        for (path, *_), (_, _, displaced, _) in zip(orders[:done], items, strict=False):
+            self._pruning.arrived(path)
+            if displaced is not None:
+                self._pruning.left(self.path(displaced))
+        self._spares.give_back(temporary for *_, temporary, spare in orders[done:] if spare == temporary)
+        return done if self._synced([path for path, *_ in orders[:done]]) else 0
+
+    def _synced(self, paths: Sequence[str]) -> bool:
+        """With `fsync`, bring these new names to the medium. If that fails, remove them all, and return False."""
+        try:
+            for directory in {os.path.dirname(path) for path in paths if self._fsync}:
+                sync_directory(directory)
+        except OSError:
+            for path in paths:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            return False
+        return True
+
+    def write(self, name: str, data: memoryview) -> None:
+        """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name."""
         self._check_ours()
-        path = self._objects + path_of(name)
-        spare = None if displaced is None else self._objects + path_of(displaced)
+        path = self.path(name)
         try:
             try:
-                self._place(spare, path, data)
+                self._place(path, data)
             except OSError as error:
-                mended = self._pruned(spare) if error.errno in FULL else self._cleared(path, error)
-                if spare is None and not mended:  # with a spare, perhaps only that file is bad
+                # Spares and empty directories take inodes.
+                full = error.errno in FULL
+                if not (self._spares.remove() + self._pruning.finish() if full else self._cleared(path, error)):
                     raise
-                self._place(None, path, data)
+                self._place(path, data)
             self._pruning.arrived(path)
             if self._fsync:
                 sync_directory(os.path.dirname(path))
@@ -311,30 +355,18 @@ class ObjectDirectory:
             with contextlib.suppress(OSError):
                 os.unlink(path)
             raise self._translated("write", error, data.nbytes, path) from error
-        finally:
-            if spare is not None:
-                self._pruning.left(spare)
 
-    def _place(self, spare: str | None, path: str, data: memoryview) -> None:
-        """Write the object's file. Leaves no temporary file behind. Raises OSError, StillStored."""
-        temporary = temporary_of(spare or path, next(self._numbers))
+    def _place(self, path: str, data: memoryview) -> None:
+        """Write the object's file. Leaves no temporary file behind. Raises OSError."""
+        io, temporary = self._io, temporary_of(path, next(self._numbers))
+        put = functools.partial(put_file, temporary, path, data, io.direct_bytes(data.nbytes))
+        flags, allocates = WRITE_FLAGS | io.flags, io.preallocates
         try:
-            if spare is None or not self._put(spare, temporary, path, data):
-                temporary = temporary_of(path, next(self._numbers))
-                self._put(None, temporary, path, data)
+            self._within(path, lambda: put(flags, FILE_MODE, allocates=allocates, syncs=self._fsync))
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-
-    def _pruned(self, spare: str | None) -> bool:
-        """Remove empty directories, which take inodes. Returns whether a write has more room now.
-
-        spare: the file that the write has just used up.
-        """
-        if spare is not None:
-            self._pruning.left(spare)
-        return self._pruning.finish() > 0 or spare is not None
 
     def _cleared(self, path: str, error: OSError) -> bool:
         """Move what lies in the place of this object, or of a directory on the way to it, to the quarantine.
@@ -353,42 +385,6 @@ class ObjectDirectory:
             return True
         return False
 
-    def _put(self, spare: str | None, temporary: str, path: str, data: memoryview) -> bool:
-        """Write the file at `temporary`, and rename it to `path`. Raises OSError, StillStored.
-
-        spare: the path of a file to overwrite, or None to create one. Returns False if there is no such file. Anything
-            else there is removed: a file that is unfit (someone may have put it there, or linked to it as a backup) or
-            a link; a directory stays.
-        """
-        io = self._io
-        direct, flags = io.direct_bytes(data.nbytes), WRITE_FLAGS | io.flags
-
-        def attempt() -> tuple[int, int]:
-            ended = put_file(spare, temporary, path, data, direct, flags, FILE_MODE, io.preallocates, self._fsync)
-            if spare is None and ended == (Reached.NOT_OPENED, errno.ENOENT):
-                raise FileNotFoundError(*_described(errno.ENOENT))
-            return ended
-
-        reached, error = self._within(path, attempt)
-        if reached == Reached.NAMED:
-            return True
-        if reached == Reached.NOT_NAMED and error == errno.ENOENT:  # a spare file comes from another directory
-            self._within(path, lambda: os.rename(temporary, path))
-            return True
-        if reached == Reached.NOT_RETIRED:
-            if error not in (errno.ENOENT, errno.ENOTDIR):
-                raise StillStored(self._translated("remove", OSError(*_described(error)), 0, spare or ""))
-            return False
-        unfit = reached == Reached.UNFIT or (reached == Reached.NOT_OPENED and error not in NOT_THE_FILES)
-        if spare is not None and unfit:
-            with contextlib.suppress(FileNotFoundError):
-                try:
-                    os.unlink(temporary)
-                except IsADirectoryError:  # not ours to remove
-                    os.rename(temporary, spare)
-            return False
-        raise OSError(*_described(error))
-
     def _within(self, path: str, make: Callable[[], T]) -> T:
         """Call `make`, which creates something at this path. Creates its directory, which may vanish at any moment."""
         for _ in range(DIRECTORY_TRIES):
@@ -404,31 +400,40 @@ class ObjectDirectory:
             directory = os.path.dirname(directory)
             sync_directory(directory)
 
-    def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
-        """Fill the slot with the object, or pass the object to `take`: in a mapping of its file, or in the slot.
+    def read_run(
+        self, items: Sequence[tuple[int, str, memoryview]], drain: Drainer | None, span: tuple[int, int] | None
+    ) -> list[bool | StorageError | Damaged]:
+        """Load objects in one call without the GIL, up to the first one that `read` must do, or that is an error.
 
-        part: the part of the object that `take` needs. Returns False if there is no such object, LEFT if `take` did not
-        take it. Raises Damaged for another length, StorageError.
+        items: position, name, and the memory for the object's bytes, unless `drain` takes them from a mapped file.
+        span: the bytes of an object that `drain` takes besides the footer. Returns whether each was taken.
         """
-        path = self.path(name)
-        try:
-            loaded = self._io.load_file(path, slot, READ_FLAGS, maps=take is not None, part=part)
-        except NotADirectoryError:
-            return False
-        except OSError as error:
-            raise self._unreadable(error, slot.nbytes, path) from error
+        if not file_io.NATIVE:
+            return []
+        lent = lent_by(drain)
+        numbers = [lent.numbers[position] if lent else 0 for position, _, _ in items]
+        orders = [(self.path(name), data, i, number) for (i, name, data), number in zip(items, numbers, strict=True)]
+        wanted = ALL if span is None else (*span, FOOTER_BYTES)
+        blocks, busy = (lent.blocks, lent.busy) if lent else (None, bytearray())
+        answers: list[bool | StorageError | Damaged]
+        answers, error = _files.load(orders, blocks, drain, busy, READ_FLAGS | self._io.flags, wanted)
+        if error:
+            path, data = orders[len(answers)][:2]
+            answers.append(self._unreadable(OSError(*_described(error)), data.nbytes, path))
+        return answers
+
+    def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
+        """Fill the slot with the object, and pass it to `take`.
+
+        Returns False if there is no such object, LEFT if `take` did not take it. Raises Damaged for another length,
+        StorageError.
+        """
 
         def work(fd: int) -> bool | Outcome:
-            # Fetch first: a read of bytes outside the page cache makes the kernel load them in small pages.
-            if take is not None and self._io.fetch(fd, slot.nbytes):
-                fetched = self._io.load_file(path, slot, READ_FLAGS, maps=True, fetched=True, part=part)
-                if fetched is not None and (taken := _taken(fetched, slot, take)) is not None:
-                    return taken
             self._io.read(fd, slot)
             return take is None or take(slot) or LEFT
 
-        taken = None if loaded is None else _taken(loaded, slot, take)
-        return self._opened(path, slot.nbytes, self._io.flags, work) if loaded is None or taken is None else taken
+        return self._opened(self.path(name), slot.nbytes, self._io.flags, work)
 
     def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
@@ -464,12 +469,12 @@ class ObjectDirectory:
         whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
         return FileState.THERE if whole else FileState.DAMAGED
 
-    def remove(self, name: str) -> None:
-        """Remove the object, if there is one. Raises StorageError."""
+    def remove(self, name: str, *, keep: bool = False) -> None:
+        """Remove the object, if there is one. keep: its file may become a spare. Raises StorageError."""
         self._check_ours()
         path = self._objects + path_of(name)
         try:
-            os.unlink(path)
+            (self._spares.release if keep else os.unlink)(path)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # there is no object at this path
             pass
         except OSError as error:
@@ -502,8 +507,9 @@ class ObjectDirectory:
             raise self._translated("remove", error, 0, self._quarantine.path) from error
 
     def finish(self) -> None:
-        """The last effect: remove empty directories, as far as that works."""
+        """The last effect: remove spares and empty directories, as far as that works."""
         if not self.home.lock.problem():
+            self._spares.remove()
             self._pruning.finish()
 
     def _translated(self, verb: str, error: OSError, nbytes: int, path: str) -> StorageError:
@@ -513,18 +519,6 @@ class ObjectDirectory:
             return StorageFull(f"no room for an object of {nbytes} bytes in {self._root}: {error.strerror}")
         code, refusal = _CODES.get(error.errno or 0, (None, None))
         return StorageError(what, code=code, refusal=refusal)
-
-
-def _taken(loaded: Loaded, slot: memoryview, take: Callable[[memoryview], bool] | None) -> bool | Outcome | None:
-    """Pass a loaded file to `take`. Returns True or LEFT, or None if the file lost bytes while it was mapped."""
-    if loaded.view is None:
-        return take is None or take(slot) or LEFT
-    assert take is not None
-    try:
-        taken = take(loaded.view)
-    finally:
-        lost = loaded.unmap()
-    return None if lost else taken or LEFT
 
 
 def allocated_at_once(fd: int) -> int:

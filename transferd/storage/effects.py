@@ -122,8 +122,8 @@ class Effects:
 
 
 def _name_of(item: object) -> str:
-    """The name of the object that an effect works on, whatever the name is wrapped in."""
-    return item.item.name if isinstance(item, Write | Read) else str(item)
+    """The name of the object that an effect works on, or of the first one of a run."""
+    return item if isinstance(item, str) else cast("Sequence[Write | Read]", item)[0].item.name
 
 
 class Traffic:

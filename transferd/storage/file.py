@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import structlog
 
-from transferd.blocks.formats import FOOTER_BYTES
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import Paced
@@ -38,9 +37,9 @@ from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import FULL, NATIVE, leave_files
+from transferd.storage.file_runs import FileRuns
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder, trim_heap
-from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE, IndexKeeper
 from transferd.storage.ledger import Ledger
@@ -74,7 +73,7 @@ LOST = (
 )
 
 
-class FileStorage(IndexedStorage):
+class FileStorage(FileRuns):
     """Objects as files under `section.path`, which is one directory (disks.py has several).
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
@@ -557,23 +556,18 @@ class FileStorage(IndexedStorage):
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _write(self, name: str, data: memoryview, spare: str | None) -> None:
-        self._journal.flush_soon()
-        self._directory.write(name, data, spare)
-
-    def _retire(self, name: str, nbytes: int) -> str | None:  # noqa: ARG002 - `write` takes the file, and looks at it
-        return name
+    def _write(self, name: str, data: memoryview, spare: None) -> None:  # noqa: ARG002 - only a run writes over files
+        self._directory.write(name, data)
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
-        part = None if take is None or item.span is None else (*item.span, slot.nbytes - FOOTER_BYTES)
-        return self._directory.read(item.name, slot, take, part)
+        return self._directory.read(item.name, slot, take)
 
     def _leave(self) -> None:
         self._journal.flush_soon()
         leave_files()
 
     def _remove(self, name: str) -> None:
-        self._directory.remove(name)
+        self._directory.remove(name, keep=not self._traffic.reads(name))
 
     def _set_aside(self, name: str) -> None:
         self._directory.set_aside(name)

@@ -1,10 +1,15 @@
-"""Reads the bytes of object files, through the page cache or past it. put_file.py writes them.
+"""Writes and reads the bytes of object files, through the page cache or past it.
 
 Blocking; called from I/O threads by directory.py, which opens and names the files.
 
-With the C extension, one call opens and reads a file, or maps it. Mapping is for files in large pages: a copy from a
-mapping reads the bytes once, and the kernel copies nothing. Any other file is read with one pread to the caller's slot,
-which stays in a core's own cache. Without the extension every file is read.
+The C extension (_files.c) loads and stores whole objects, several in one call. It maps files in large pages: a copy
+from a mapping reads the bytes once, and the kernel copies nothing. Any other file is read with one pread to the
+caller's slot, which stays in a core's own cache. What is here is its slow twin, and does what is unusual.
+
+The ways to write were measured (2 MiB objects, ext4). Through the page cache, allocating the file's blocks first
+(fallocate) and then one pwrite is a third faster than pwrite alone, several pwrites, or O_TMPFILE with linkat. Without
+support for fallocate we skip it (glibc would write zeros). Past the page cache, the disk decides: it makes no
+difference whether the tail is truncated afterwards or written through the page cache.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from transferd.storage.batch import Damaged
 
@@ -31,19 +35,9 @@ else:
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
-LARGE_PAGE = 2 * 1024**2  # bytes; the kernel reads up to that many at once for a mapping with large pages
-FETCHED_BYTES = 512 * 1024  # fewer bytes are read as fast without `_fetch`
-_MADV_POPULATE_READ = 22  # Linux 5.14; asm-generic/mman-common.h
-_CACHESTAT = 451  # Linux 6.5; the same on every architecture
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which prove nothing about a file system's abilities
 
-_FAILED = ctypes.c_void_p(-1).value
-_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, which Python's mmap.madvise does not
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 NO_DIRECT_IO = "the file system at {} has no direct I/O: set it to false, or use another path"
 
@@ -61,23 +55,6 @@ def leave_files() -> None:
     """Call in a thread after its loads of a batch: releases the addresses at which it had files mapped."""
     if NATIVE:
         _files.forget_files()
-
-
-Part = tuple[int, int, int]  # the bytes from the first to the second, and those from the third on
-
-
-class Loaded(NamedTuple):
-    """A file that was read or mapped."""
-
-    modified: float  # when the file was last modified
-    view: memoryview | None = None  # of mapping `number`; None if the file was read
-    number: int = 0
-
-    def unmap(self) -> bool:
-        """End the view. Returns whether the file lost some of its bytes meanwhile: then the view had zeros instead."""
-        assert self.view is not None
-        self.view.release()
-        return _files.unmap(self.number)
 
 
 class CachedIO:
@@ -100,39 +77,9 @@ class CachedIO:
         """How many of the first bytes of an object of this length go past the page cache when it is written."""
         return 0
 
-    def load_file(
-        self,
-        path: str,
-        data: memoryview,
-        flags: int,
-        *,
-        maps: bool,
-        fetched: bool = False,
-        part: Part | None = None,
-    ) -> Loaded | None:
-        """Fill `data` from a file of the same length in one step, or map the file, if the caller `maps`.
-
-        flags: for `open`.
-        fetched: `fetch` has just brought the file.
-        part: the part of the file that suffices.
-
-        Returns None if the caller must use `fetch` and `read`. Raises OSError if the disk cannot read it.
-        """
-        wanted = part or (0, data.nbytes, data.nbytes)
-        loaded = _files.load_file(path, data, flags | self.flags, maps, fetched, wanted) if NATIVE else None
-        return None if loaded is None else Loaded(*loaded)
-
     def read(self, fd: int, data: memoryview) -> None:
         """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
-        self.fetch(fd, data.nbytes)
         _read_from(fd, data, 0)
-
-    def fetch(self, fd: int, nbytes: int) -> bool:
-        """Bring a file of this length into the page cache. Returns False if most of it is there, or it is short."""
-        wanted = nbytes >= FETCHED_BYTES and _missing(fd, nbytes) >= FETCHED_BYTES
-        if wanted:
-            _fetch(fd, nbytes)
-        return wanted
 
 
 class DirectIO(CachedIO):
@@ -175,35 +122,6 @@ class DirectIO(CachedIO):
         if tail is None:
             tail = self._own.tail = memoryview(mmap.mmap(-1, UNIT))
         return tail
-
-
-def _missing(fd: int, nbytes: int) -> int:
-    """How many of the file's first bytes the page cache does not have; all without the system call cachestat."""
-    span, pages = (ctypes.c_uint64 * 2)(0, nbytes), (ctypes.c_uint64 * 5)()
-    if sys.platform != "linux" or _libc.syscall(_CACHESTAT, fd, span, pages, 0) != 0:
-        return nbytes
-    return max(0, nbytes - pages[0] * mmap.PAGESIZE)
-
-
-def _fetch(fd: int, nbytes: int) -> None:
-    """Have the kernel read a file from the disk into the page cache, in pages as large as it can find.
-
-    A plain read fills pages of 4 KiB. Large pages take a quarter of the CPU time to fill, and half of the time or less
-    whenever the file is loaded again (docs/files.md). If the kernel or the file system has none, this only begins the
-    same reading.
-    """
-    if sys.platform != "linux":
-        return
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
-    if address == _FAILED:
-        return
-    try:
-        if _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE) == 0:
-            last = (nbytes - 1) // UNIT * UNIT
-            for offset in (*range(0, last, LARGE_PAGE), last):  # each brings the bytes up to the next offset
-                _libc.madvise(address + offset, UNIT, _MADV_POPULATE_READ)
-    finally:
-        _libc.munmap(address, nbytes)
 
 
 def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None:
@@ -256,3 +174,36 @@ def _has_fallocate(fd: int) -> bool:
     if sys.platform != "linux":
         return False
     return bool(_libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(UNIT)) == 0) or ctypes.get_errno() in FULL
+
+
+def put_file(
+    temporary: str, path: str, data: memoryview, direct: int, flags: int, mode: int, *, allocates: bool, syncs: bool
+) -> None:
+    """Write the object to a new file at `temporary`, and then rename that to `path`. Raises OSError.
+
+    direct: how many of the first bytes go past the page cache, a multiple of UNIT.
+    flags, mode: for `open`.
+    allocates: allocate the file's blocks first.
+    syncs: wait for the medium before the file gets its name.
+    """
+    fd = os.open(temporary, flags | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        if allocates and data.nbytes:
+            os.posix_fallocate(fd, 0, data.nbytes)
+        _fill(fd, data, direct, flags)
+        if syncs:
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.rename(temporary, path)
+
+
+def _fill(fd: int, data: memoryview, direct: int, flags: int) -> None:
+    done = 0
+    with unless_refused():
+        while done < direct and done % UNIT == 0:
+            done += os.pwrite(fd, data[done:direct], done)
+    if flags & os.O_DIRECT and done < data.nbytes:
+        through_the_cache(fd)
+    while done < data.nbytes:  # once, except on a nearly full disk
+        done += os.pwrite(fd, data[done:], done)

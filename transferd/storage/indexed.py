@@ -29,12 +29,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from transferd.errors import Closed, StillRunning, StorageError, StorageFull
+from transferd.errors import StillRunning, StorageError, StorageFull
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
@@ -57,11 +58,12 @@ from transferd.storage.batch import (
     Damaged,
     LevelOrder,
     Read,
-    StillStored,
+    ReadRun,
     StoreBatch,
     Write,
     bare,
     is_whole,
+    runs_of,
     summary_of,
 )
 from transferd.storage.effects import Effects, Traffic
@@ -98,6 +100,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
         self._shrinking: asyncio.Task[None] | None = None
         self._threads = threads
+        self._shares = shares
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
         self._inline_bytes = inline_bytes
@@ -114,12 +117,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _write(self, name: str, data: memoryview, spare: Any) -> None:
         """Store the object, completely or not at all. Raises StorageFull if the medium has no room now.
 
-        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails, unless this
-        raises StillStored.
+        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails.
         """
 
     def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
-        """Like `_remove`, but returns a spare that another object of this length can overwrite, or None.
+        """Like `_remove`, but returns a spare that an object of `nbytes` bytes can overwrite, or None.
 
         A subclass may leave the removal to the next call, which is a `_write` with this spare.
         """
@@ -159,24 +161,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _wrote(self) -> None:
         """Some writes have ended, with success or not."""
 
-    def _check_usable(self) -> None:
-        """Raise StorageUnavailable while no call can succeed."""
-
     # --- the contract -------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look the names up in the index. This counts as a use: usually a load follows, or a store is skipped."""
         return self.find(names, Use())
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        self._check_not_closed()
-        if use is None:  # not a use: the order of eviction stays
-            return [name in self._index for name in names]
-        self._check_usable()
-        return self._index.find(names, use)
-
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:  # the default, nearer to the write's own way
-        return self.find(names, use)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
@@ -192,12 +181,12 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
         """Reads a small batch at once, and returns a done future, unless an object is bad."""
-        read_one = functools.partial(self._read_one, drain, list(slots))
+        read_run = functools.partial(self._read_run, drain, list(slots))
         if not self._closed and self._is_small(items):
             reads = self._present(items)
-            outcomes, bad = self._judge(items, reads, [read_one(read) for read in reads])
+            outcomes, bad = self._judge(items, reads, read_run(reads))
             return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
-        return self._load_all(items, read_one, 0 if drain is None else len(slots))
+        return self._load_all(items, read_run, 0 if drain is None else len(slots))
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -345,16 +334,15 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.item.name for write in wave}
         leaving = []
-        write_one = functools.partial(self._write_one, batch)
+        write_run = functools.partial(self._write_run, batch)
         writes = wave
         try:
             while writes:
                 if batch.small:  # on the loop: a thread would cost more than the copy
-                    for write in writes:
-                        write_one(write)
+                    write_run(writes)
                 else:
                     most = 0 if batch.fill is None else len(batch.slots)
-                    await self._effects.run(Direction.OUT, writes, write_one, at_once=most)
+                    await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
                     more = [victim.name for victim in write.victims]
@@ -388,6 +376,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._suspect(write.error)
         return bool(write.victims)
 
+    def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
+        """In a thread, unless the batch is small."""
+        for write in run:
+            self._write_one(batch, write)
+
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
         if batch.fill is None:
@@ -408,15 +401,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def _put(self, write: Write, data: memoryview) -> None:
         """In a thread: remove the victims, then write the object."""
-        last = write.victims[0] if write.victims else None
         spare = self._free(write)
         if write.error is not None:
             return
         try:
             self._write(write.item.name, data, spare)
-        except StillStored as kept:
-            assert last is not None
-            write.refuse(last, kept.error)
         except StorageError as error:
             write.error = bare(error)
 
@@ -427,11 +416,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """
         spare = None
         while write.victims:
+            fits = write.error is None and write.spare(self._traffic.reads) is not None
             victim = write.victims.pop()
-            last = not write.victims and write.error is None
             try:
-                if last and victim.nbytes == write.item.nbytes and not self._traffic.reads(victim.name):
-                    spare = self._retire(*victim)
+                if fits:
+                    spare = self._retire(victim.name, write.item.nbytes)
                 else:
                     self._remove(victim.name)
             except StorageError as error:
@@ -476,16 +465,19 @@ class IndexedStorage(LevelOrder, Storage, Purging):
                     self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
         return reads
 
-    async def _load_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
+    async def _load_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
         self._check_open()
         with self._traffic:
-            return await uncancelled(self._read_all(items, read_one, most))
+            return await uncancelled(self._read_all(items, read_run, most))
 
-    async def _read_all(self, items: Sequence[Item], read_one: Callable[[Read], Answer], most: int) -> list[Outcome]:
+    async def _read_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
         """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         reads = self._present(items)
         with self._traffic.reading([read.item.name for read in reads]):
-            answers = await self._effects.run(Direction.IN, reads, read_one, then=self._leave, at_once=most)
+            runs = await self._effects.run(
+                Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
+            )
+            answers = list(itertools.chain.from_iterable(runs))
         outcomes, bad = self._judge(items, reads, answers)
         if bad:
             await self._put_aside(bad)
@@ -525,8 +517,11 @@ class IndexedStorage(LevelOrder, Storage, Purging):
             self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
 
+    def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
+        """In a thread, unless the batch is small. slots: with `drain`, those that no thread uses now."""
+        return [self._read_one(drain, slots, read) for read in run]
+
     def _read_one(self, drain: Drainer | None, slots: list[memoryview], read: Read) -> Answer:
-        """Read one object, in a thread. slots: with `drain`, those that no thread uses now."""
         position, item = read.position, read.item
         try:
             if read.entry.nbytes != item.nbytes:  # names are content keys, so the object cannot be right
@@ -594,7 +589,3 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _check_open(self) -> None:
         self._check_not_closed()
         self._check_usable()
-
-    def _check_not_closed(self) -> None:
-        if self._closed:
-            raise Closed(f"{self.backend} storage is closed")

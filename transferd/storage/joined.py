@@ -46,6 +46,7 @@ from transferd.storage.base import (
     chosen,
     chosen_drain,
 )
+from transferd.storage.lent import Lent, lent_by
 from transferd.tiers.base import INLINE_BYTES
 
 FOLLOW_S = 2.0  # far longer than a load that moves its bytes
@@ -95,6 +96,13 @@ class Flight:
     begun: float  # when, in seconds of the event loop
     riders: list[Rider] = field(default_factory=list)
     waiting: list[Rider] = field(default_factory=list)  # those without the bytes yet
+    busy: bytearray = field(default_factory=lambda: bytearray(1))  # and `number`: the mark in `Lent.busy`
+    number: int = 0
+
+    def board(self, rider: Rider) -> None:
+        self.riders.append(rider)
+        self.waiting.append(rider)
+        self.busy[self.number] = True
 
     def serve(self, data: memoryview) -> None:
         """Give the bytes to the riders that wait for them, in any thread."""
@@ -107,6 +115,14 @@ class SharedDrain:
 
     def __init__(self, drain: Drainer, led: Sequence[Flight]) -> None:
         self._drain, self._led = drain, led
+        lent = lent_by(drain)
+        if lent is not None:
+            numbers = [lent.numbers[flight.position] for flight in led]
+            lent = Lent(lent.blocks, numbers, bytearray(max(numbers) + 1))
+            for flight, number in zip(led, numbers, strict=True):
+                flight.busy, flight.number = lent.busy, number
+                lent.busy[number] = bool(flight.waiting)
+        self.lent = lent
 
     @property
     def wanted(self) -> bool:
@@ -190,8 +206,7 @@ class SingleFlight:
                 led.append(flight)
                 continue
             rider = Rider(drain, position, slots[position] if drain is None else None)
-            flight.riders.append(rider)
-            flight.waiting.append(rider)
+            flight.board(rider)
             followed.append((position, rider))
             self.joined += 1
         return led, followed

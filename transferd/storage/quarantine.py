@@ -17,10 +17,22 @@ BYTES = 64 * 1024**2
 
 
 class Quarantine:
-    """One directory. path: ends with a slash. make: creates a directory. numbers: tell files of one moment apart."""
+    """One directory.
 
-    def __init__(self, path: str, clock: Clock, numbers: Iterator[int], make: Callable[[str], None]) -> None:
+    path: ends with a slash. make: creates a directory. numbers: tell files of one moment apart. remove: a file, or
+    keeps it for another object.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        clock: Clock,
+        numbers: Iterator[int],
+        make: Callable[[str], None],
+        remove: Callable[[str], None],
+    ) -> None:
         self.path = path
+        self._remove = remove
         self._clock = clock
         self._numbers = numbers
         self._make = make
@@ -60,4 +72,4 @@ class Quarantine:
             total += status.st_size
             if count > FILES or total > BYTES:
                 with contextlib.suppress(OSError):
-                    os.unlink(path)
+                    self._remove(path)

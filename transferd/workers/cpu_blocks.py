@@ -13,19 +13,16 @@ its predecessor still loads. So the payload is then checked in a slot, which onl
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Fill
+from transferd.storage.lent import Lent
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
@@ -87,8 +84,7 @@ class BlockMemory:
     """The memory that contains a rank's blocks. Other processes can take it away: see hostcopy.py.
 
     pieces: how each block is cut.
-    tables: the parts of each piece for the extension, int64 [n, 3]; None without the extension, or if it does not
-        accept the layout's parts.
+    native: the same for the extension; None without the extension, or if it does not accept the layout's parts.
     ends: where the sealed parts of a packed block end, in bytes; the last part ends where the block ends.
     """
 
@@ -99,99 +95,40 @@ class BlockMemory:
         if any(end <= FEWEST_BYTES or end % STRIPE_BYTES for end in ends):
             self.ends = self.ends[-1:]
         self.pieces = pieces_of(packed, arena.geometry, self.ends)
-        self.tables: list[npt.NDArray[np.int64]] | None = None
-        self._nbytes = sum(piece.nbytes for piece in self.pieces)
         even = all(nbytes % STRIPE_BYTES == 0 for piece in self.pieces for _, _, nbytes in piece.parts)
-        if NATIVE and even and self._nbytes > FEWEST_BYTES:
-            self.tables = [np.array(piece.parts, dtype=np.int64) for piece in self.pieces]
-        # The steps of a copy: where each piece begins in the object, and its table.
-        self._steps = [(piece.offset, table) for piece, table in zip(self.pieces, self.tables or (), strict=False)]
-        # The steps of each part.
-        bounds = [0, *self.ends]
-        self._parts = [
-            [step for step in self._steps if begin <= step[0] < end] for begin, end in itertools.pairwise(bounds)
-        ]
-
-    def collect(self, block: int, data: memoryview, loan: Loan, *, near: bool) -> Sequence[int] | None:
-        """Copy a block to `data`, packed. Returns its checksums up to the end of each part; None if the loan ended.
-
-        Requires `tables`. Call it in a thread, unless the block is small. near: keep the bytes in the caches, because
-        this thread reads them next. Raises MemoryLost.
-        """
-        state = _inplace.new_state(self.ends)
-        for offset, table in self._steps:
-            if not loan.take():
-                return None
-            try:
-                _inplace.collect(data, offset, self.arena.origin, table, block, state, near)
-            finally:
-                loan.give_back()
-        return _inplace.checksums(state)
-
-    def scatter(self, data: memoryview, block: int, loan: Loan) -> int | None:
-        """Copy a packed block from `data` to a block. Returns its checksum; otherwise like `collect`."""
-        state = _inplace.new_state(self.ends[-1:])
-        return self._scatter(self._steps, data, block, loan, state)
-
-    def new_state(self) -> bytearray:
-        """The checksum's state for one block, for its calls of `scatter_part`, in order."""
-        return _inplace.new_state(self.ends)
-
-    def scatter_part(self, part: int, data: memoryview, block: int, loan: Loan, state: bytearray) -> int | None:
-        """Copy the next part of a packed block. Returns the block's checksum up to the end of this part."""
-        return self._scatter(self._parts[part], data, block, loan, state)
-
-    def _scatter(
-        self,
-        steps: Sequence[tuple[int, npt.NDArray[np.int64]]],
-        data: memoryview,
-        block: int,
-        loan: Loan,
-        state: bytearray,
-    ) -> int | None:
-        for offset, table in steps:
-            if not loan.take():
-                return None
-            try:
-                _inplace.copy_memory(data, offset, self.arena.origin, table, block, state)
-            finally:
-                loan.give_back()
-        return _inplace.checksums(state)[-1]
+        self.native: Any = None
+        if NATIVE and even and sum(piece.nbytes for piece in self.pieces) > FEWEST_BYTES:
+            tables = tuple((piece.offset, np.array(piece.parts, dtype=np.int64)) for piece in self.pieces)
+            self.native = _inplace.new_memory(arena.origin, self.ends, tables)
 
 
 class Loan:
-    """The right of I/O threads to touch a task's blocks. After `end`, no thread touches them."""
+    """The right of I/O threads to touch a task's blocks. After `end`, no thread touches them.
 
-    __slots__ = ("_holders", "_lock", "_returned", "over")
+    A thread takes it for each piece that it copies (_inplace.c), never during I/O.
+
+    shared: who has it now, for the extension.
+    """
+
+    __slots__ = ("_returned", "over", "shared")
 
     def __init__(self) -> None:
         self.over = False
-        self._holders = 0
-        self._lock = threading.Lock()
+        self.shared = bytearray(8)
         self._returned: asyncio.Future[None] | None = None  # set if `end` waits
 
-    def take(self) -> bool:
-        """Call in a thread before it touches a block. Returns whether it may; if so, call `give_back` afterwards."""
-        with self._lock:
-            self._holders += not self.over
-            return not self.over
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            returned = None if self._holders else self._returned
-        if returned is not None:
-            returned.get_loop().call_soon_threadsafe(returned.set_result, None)
+    def returned(self) -> None:
+        """Called in the last thread that touched a block when the loan ended."""
+        if self._returned is not None:
+            self._returned.get_loop().call_soon_threadsafe(self._returned.set_result, None)
 
     def end(self) -> asyncio.Future[None] | None:
-        """End the loan. Returns None if no thread touches a block now, else a future that is done as soon as none does.
-
-        A thread touches a block only while it copies memory, never during I/O.
-        """
-        with self._lock:
+        """End the loan. Returns None if no thread touches a block now, else a future: done as soon as none does."""
+        if not self.over:
             self.over = True
-            if self._holders:
-                self._returned = asyncio.get_running_loop().create_future()
+            self._returned = asyncio.get_running_loop().create_future()
+            if not _inplace.end_loan(self.shared):
+                self._returned = None
         return self._returned
 
 
@@ -213,7 +150,7 @@ class CpuMemory:
             ends = [nbytes for _, nbytes in layout.part_ends]
             memory = BlockMemory(share.arena, layout.packed(1, context.format.slot_bytes), ends)
             self._memory[share.on_host] = memory
-        return None if memory.tables is None else CpuBlocks(share, memory)
+        return None if memory.native is None else CpuBlocks(share, memory)
 
 
 class CpuBlocks:
@@ -236,46 +173,32 @@ class CpuBlocks:
         if (returned := self.loan.end()) is not None:
             await returned
 
-    def fill(self, positions: Sequence[int]) -> Fill:
-        """Return a Fill (storage/base.py) that makes the objects of these blocks."""
-        context, job = self._share.context, self._share.job
-        seal, generation, rank = context.format.seal, job.generation, context.object_rank
-        ids = self._share.ids(positions)
-
-        def fill(i: int, data: memoryview, near: bool) -> bool:
-            position = positions[i]
-            if self.lost is not None:
-                return False
-            try:
-                checksums = self._memory.collect(self._blocks[position], data, self.loan, near=near)
-            except MemoryLost as error:  # the block's memory is lost: storage must not take it for an error of its own
-                self.lost = error
-                return False
-            if checksums is not None:
-                seal([data], generation, [ids[i]], rank, [checksums])
-            return checksums is not None
-
-        return fill
-
-    def drain(self, positions: Sequence[int]) -> BlockDrain:
-        """Return a Drainer that takes the objects of these blocks."""
-        return BlockDrain(self, positions, self.inspections(positions))
-
-    def inspections(self, positions: Sequence[int]) -> list[Inspection]:
-        """An Inspection for the object of each of these blocks."""
+    def lend(self, positions: Sequence[int], part: int = -1, states: Sequence[bytearray] = ()) -> Lent:
+        """These blocks, for the extension."""
         share = self._share
-        return share.context.format.inspections(share.job.generation, share.ids(positions), share.context.object_rank)
+        context, ids = share.context, share.ids(positions)
+        footers = context.format.footers(share.job.generation, ids, context.object_rank)
+        numbers = [self._blocks[position] for position in positions]
+        native = _inplace.lend_blocks(self._memory.native, self.loan, numbers, footers, part, list(states))
+        return Lent(native, range(len(positions)))
 
-    def take(self, position: int, data: memoryview, inspection: Inspection) -> bool:
-        """Copy an object with a good footer to its block, in a thread. Returns whether the block now holds it."""
-        if self.lost is not None:
-            return False
-        try:
-            checksum = self._memory.scatter(data, self._blocks[position], self.loan)
-        except MemoryLost as error:
-            self.lost = error
-            return False
-        return checksum is not None and inspection.damage(checksum) is None
+    def fill(self, positions: Sequence[int]) -> BlockFill:
+        """Return a Fill (storage/base.py) that makes the objects of these blocks."""
+        return BlockFill(self, positions)
+
+    def drain(self, positions: Sequence[int], part: int = -1, states: Sequence[bytearray] = ()) -> BlockDrain:
+        """Return a Drainer that takes the objects of these blocks, or one part of each.
+
+        states: with a part, what `new_state` has returned for each block.
+        """
+        return BlockDrain(self, positions, part, states)
+
+    def inspection(self, position: int) -> Inspection:
+        """Of the object of this block."""
+        share = self._share
+        return share.context.format.inspection(
+            share.job.generation, share.ids([position])[0], share.context.object_rank
+        )
 
     @property
     def parts(self) -> int:
@@ -288,22 +211,8 @@ class CpuBlocks:
         return ends[part], ends[part + 1]
 
     def new_state(self) -> bytearray:
-        """The state that `take_part` keeps from one part of a block to the next."""
-        return self._memory.new_state()
-
-    def take_part(self, part: int, position: int, data: memoryview, inspection: Inspection, state: bytearray) -> bool:
-        """Copy the next part of an object with a good footer to its block, in a thread.
-
-        Returns whether the block now holds the part. Always False if the object has no seals of parts.
-        """
-        if self.lost is not None or len(inspection.seals) != self.parts:
-            return False
-        try:
-            checksum = self._memory.scatter_part(part, data, self._blocks[position], self.loan, state)
-        except MemoryLost as error:
-            self.lost = error
-            return False
-        return checksum == inspection.seals[part]
+        """The checksum's state of one block, from one part to the next."""
+        return _inplace.new_state(self._memory.native)
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
         """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
@@ -359,28 +268,52 @@ class CpuBlocks:
         return copied
 
 
+class BlockFill:
+    """Makes the objects of some blocks. See storage.base.Fill."""
+
+    __slots__ = ("_blocks", "lent", "positions")
+
+    def __init__(self, blocks: CpuBlocks, positions: Sequence[int]) -> None:
+        self.positions = positions
+        self.lent = blocks.lend(positions)
+        self._blocks = blocks
+
+    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
+        try:
+            return self._blocks.lost is None and _inplace.fill(self.lent.blocks, i, data, near)
+        except MemoryLost as error:  # the block's memory is lost: storage must not take it for an error of its own
+            self._blocks.lost = error
+            return False
+
+
 class BlockDrain:
-    """Takes the objects of some blocks. See storage.base.Drainer.
+    """Takes the objects of some blocks, or one part of each. See storage.base.Drainer.
 
     damages: by item, the damage of each object that had a bad footer.
     """
 
-    __slots__ = ("_blocks", "_inspections", "_positions", "damages")
+    __slots__ = ("_blocks", "damages", "lent", "positions")
 
-    def __init__(self, blocks: CpuBlocks, positions: Sequence[int], inspections: Sequence[Inspection]) -> None:
+    def __init__(self, blocks: CpuBlocks, positions: Sequence[int], part: int, states: Sequence[bytearray]) -> None:
         self.damages: dict[int, Damage] = {}
+        self.positions = positions
+        self.lent = blocks.lend(positions, part, states)
         self._blocks = blocks
-        self._positions = positions
-        self._inspections = inspections
 
     @property
     def wanted(self) -> bool:
         return not self._blocks.loan.over and self._blocks.lost is None
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
-        inspection = self._inspections[i]
-        damage = inspection.footer(bytes(data[-FOOTER_BYTES:]))
+        if not self.wanted:
+            return False
+        try:
+            if _inplace.take(self.lent.blocks, i, data):
+                return True
+        except MemoryLost as error:
+            self._blocks.lost = error
+            return False
+        damage = self._blocks.inspection(self.positions[i]).footer(bytes(data[-FOOTER_BYTES:]))
         if damage is not None:
             self.damages[i] = damage
-            return True
-        return self._blocks.take(self._positions[i], data, inspection)
+        return damage is not None

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from transferd.blocks.formats import FOOTER_BYTES, Damage
+from transferd.blocks.formats import Damage
 from transferd.storage.base import Found, PartItem, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
@@ -22,35 +22,6 @@ from transferd.workers.job import Share
 CONSUMER = "read"  # of staging
 
 Bad = Callable[[str, str, Damage, int], None]
-
-
-class PartDrain:
-    """Takes one part of the objects of some blocks. See storage.base.Drainer, and BlockDrain.
-
-    states: the states of the blocks' checksums, by position.
-    """
-
-    __slots__ = ("_blocks", "_inspections", "_part", "_positions", "_states", "damages")
-
-    def __init__(self, blocks: CpuBlocks, part: int, positions: Sequence[int], states: Mapping[int, bytearray]) -> None:
-        self.damages: dict[int, Damage] = {}
-        self._blocks = blocks
-        self._part = part
-        self._positions = positions
-        self._states = states
-        self._inspections = blocks.inspections(positions)
-
-    @property
-    def wanted(self) -> bool:
-        return not self._blocks.loan.over and self._blocks.lost is None
-
-    def __call__(self, i: int, data: memoryview, /) -> bool:
-        inspection, position = self._inspections[i], self._positions[i]
-        damage = inspection.footer(bytes(data[-FOOTER_BYTES:]))
-        if damage is not None:
-            self.damages[i] = damage
-            return True
-        return self._blocks.take_part(self._part, position, data, inspection, self._states[position])
 
 
 class PartLoad:
@@ -120,7 +91,7 @@ class PartLoad:
             if lease is not None:
                 lease.release()
             return []
-        drain = PartDrain(self._blocks, part, positions, self._states)
+        drain = self._blocks.drain(positions, part, [self._states[position] for position in positions])
         slots = () if lease is None else share.context.staging.views(lease)
         span = self._blocks.span(part)
         items = [PartItem.of(item, span, self._again if part else item.use) for item in share.items(positions)]

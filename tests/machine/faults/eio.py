@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transferd.storage import file_io, put_file
+from transferd.storage import file_io
 from transferd.storage.file import FileStorage
 from transferd.workers import cpu_blocks
 
@@ -42,7 +42,7 @@ class EioFile(FileStorage):
 
     async def open(self) -> None:
         failing = _FailingOs(Path(os.environ[FLAG]))
-        vars(file_io)["os"] = vars(put_file)["os"] = failing
+        vars(file_io)["os"] = failing
         # The extensions make system calls of their own.
         file_io.NATIVE = cpu_blocks.NATIVE = False
         await super().open()

@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.simulation.campaign import command
 from tests.support.simulation.clock import SimClock
@@ -29,11 +30,10 @@ from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
-from transferd.storage.base import EXISTS, Found, Item, Outcome, Take
-from transferd.storage.batch import Damaged, StillStored
+from transferd.storage.base import EXISTS, Drainer, Fill, Found, Item, Outcome, Take
+from transferd.storage.batch import Damaged
 from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
-from transferd.storage.file_io import Part
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import Home
 from transferd.storage.ledger import Ledger
@@ -95,27 +95,28 @@ class DyingDirectory(ObjectDirectory):
         self._answers("try")
         super().try_out()
 
-    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        try:
-            self._answers("write")
-        except StorageError as error:
-            if displaced is not None:  # as the real one when it cannot rename the file that it would write over
-                raise StillStored(error) from None
-            raise
-        super().write(name, data, displaced)
+    def write(self, name: str, data: memoryview) -> None:
+        self._answers("write")
+        super().write(name, data)
 
-    def read(self, name: str, slot: memoryview, take: Take | None = None, part: Part | None = None) -> bool | Outcome:
+    def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
+        return 0 if self.fault else super().write_run(items, fill, near)
+
+    def read_run(self, items: Sequence[Any], drain: Drainer | None, span: tuple[int, int] | None) -> list[Any]:
+        return [] if self.fault else super().read_run(items, drain, span)
+
+    def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
         if self.fault == errno.EIO:
             raise Damaged(self._translated("read", self._error(), NBYTES, str(self._root)))
-        return super().read(name, slot, take, part)
+        return super().read(name, slot, take)
 
     def holds(self, name: str, nbytes: int) -> FileState:
         self._answers("find", changes=False)
         return super().holds(name, nbytes)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, *, keep: bool = False) -> None:
         self._answers("remove")
-        super().remove(name)
+        super().remove(name, keep=keep)
 
     def set_aside(self, name: str) -> str:
         self._answers("remove")

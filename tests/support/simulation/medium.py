@@ -10,12 +10,14 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.disks import DyingDirectory, DyingLedger, SimHome
 from tests.support.simulation.threads import SimThreads
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
+from transferd.storage.base import Fill
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.paths import path_of
@@ -151,8 +153,8 @@ class WatchedDirectory(DyingDirectory):
 
     medium: Medium
 
-    def remove(self, name: str) -> None:
-        super().remove(name)
+    def remove(self, name: str, *, keep: bool = False) -> None:
+        super().remove(name, keep=keep)
         self.medium.left(name)
 
     def set_aside(self, name: str) -> str:
@@ -160,8 +162,14 @@ class WatchedDirectory(DyingDirectory):
         self.medium.left(name)
         return where
 
-    def write(self, name: str, data: memoryview, displaced: str | None = None) -> None:
-        super().write(name, data, displaced)
+    def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
+        done = super().write_run(items, fill, near)
+        self.medium.writes += done
+        for _, _, displaced, _ in items[:done]:
+            if displaced is not None:
+                self.medium.left(displaced)
+        return done
+
+    def write(self, name: str, data: memoryview) -> None:
+        super().write(name, data)
         self.medium.writes += 1
-        if displaced is not None:
-            self.medium.left(displaced)

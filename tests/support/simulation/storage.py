@@ -34,7 +34,7 @@ from transferd.storage.base import (
 )
 from transferd.storage.lru import Use
 from transferd.tiers.base import HostMemory
-from transferd.workers.cpu_blocks import BlockMemory, Loan
+from transferd.workers.cpu_blocks import BlockDrain
 
 T = TypeVar("T")
 
@@ -368,22 +368,24 @@ class SimStorage(Storage, Index):
         return data
 
 
-def _watched(memory: BlockMemory, data: memoryview, block: int, loan: Loan) -> int | None:
-    """BlockMemory.scatter, in front of which each watch hears what it is about to write."""
+def _watched(drain: BlockDrain, i: int, data: memoryview) -> bool:
+    """BlockDrain's call, in front of which each watch hears what it is about to write."""
+    position = drain.positions[i]
+    blocks, inspection = drain._blocks, drain._blocks.inspection(position)
+    memory, block = blocks._memory, blocks._blocks[position]
     pieces = [
         (memory.arena.origin + first + stride * block, nbytes)
         for piece in memory.pieces
         for first, stride, nbytes in piece.parts
     ]
-    if loan.over and _scatter(memory, data, block, loan) is None:
-        return None  # it wrote nothing, as it must
-    for watch in WATCHES:
-        watch(np.array(pieces, dtype=np.int64))
-    return _scatter(memory, data, block, loan)
+    if drain.wanted and inspection.footer(bytes(data[-FOOTER_BYTES:])) is None:  # else it writes nothing
+        for watch in WATCHES:
+            watch(np.array(pieces, dtype=np.int64))
+    return _take(drain, i, data)
 
 
-_scatter = BlockMemory.scatter
-BlockMemory.scatter = _watched  # type: ignore[method-assign, assignment]
+_take = BlockDrain.__call__
+BlockDrain.__call__ = _watched  # type: ignore[method-assign]
 
 
 def _names(blobs: Sequence[Blob]) -> str:
