@@ -19,7 +19,7 @@ MODULE ?= control/dispatcher
 FOLDERS ?= control config runtime workers
 FAST_TESTS := $(wildcard tests/test_*.py) $(addprefix tests/,runtime config blocks control observability workers)
 
-.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains upgrade-check sglang-check sglang-gains lmcache-check lmcache-gains dynamo-check clean
+.PHONY: help demo test quick oldest fix lint types check coverage mutate steady sim faults rack fuzz hostile soak wheel wheels manylinux deb docs release-notes actions bench growth-gate bench-gate bench-peers gpu-check fastdeploy-check fastdeploy-gains vllm-check vllm-gains upgrade-check sglang-check sglang-gains lmcache-check lmcache-gains dynamo-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -66,7 +66,7 @@ sim: $(TEST_STAMP) ## the seeded simulation: make sim SEEDS=100000 FIRST=0
 faults: $(TEST_STAMP) ## the fault matrix on real processes, all cells (about 8 minutes); writes docs/faults.md
 	$(BIN)/python -m tests.machine.faults.matrix --write
 
-rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed and behind bad cables, in network namespaces; needs root (11 minutes)
+rack: $(TEST_STAMP) ## nodes on one Mooncake pool, cut off, stopped, killed, behind bad cables and with masters that die, in network namespaces; needs root, and etcd for the last (15 minutes)
 	RACK=whole $(BIN)/python -m pytest tests/machine/rack
 
 fuzz: $(TEST_STAMP) ## atheris on every decoder, then a million bad messages at a daemon
@@ -107,6 +107,9 @@ bench: $(STAMP) ## control, sockets and copy benchmarks, as text
 	$(BIN)/transferd bench control
 	$(BIN)/python -m benchmarks.sockets
 	$(BIN)/transferd bench copy
+
+growth-gate: $(STAMP) ## fail if a call costs more beside 1,000,000 objects, 1,000 engines or 100,000 queued tasks (10 minutes); ARGS=--save
+	$(BIN)/python -m benchmarks.growth --calls $(ARGS)
 
 bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine
 	$(BIN)/python benchmarks/gate.py

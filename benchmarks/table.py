@@ -27,6 +27,10 @@ def table(tree: dict[str, Any]) -> str:
     """One result file as Markdown."""
     if tree.get("bench") == "peers":
         return peers(tree)
+    if "things" in tree:
+        return crowds(tree)
+    if tree.get("bench") == "fleet":
+        return fleet(tree)
     if "machines" in tree:
         return cuda(tree)
     return verdicts(tree) if "checks" in tree else measured(tree)
@@ -48,6 +52,55 @@ def measured(tree: dict[str, Any]) -> str:
         f"| {r['ratio']:.2f} | {r['spread']:.0%} |"
         for r in tree["rows"]
     ]
+    return "\n".join(lines)
+
+
+def crowds(tree: dict[str, Any]) -> str:
+    """What calls cost beside many things: a table for each of them, a column for each size."""
+    where = tree["machine"]
+    lines = [
+        f"{where['cpu']}, {where['cores']} cores, Linux {where['kernel']}, Python {where['python']}, "
+        f"load {where['load_1min_before']:.1f} before the run. Microseconds of CPU: the event loop's, and those of all "
+        "threads where they are more.",
+    ]
+    for thing, one in tree["things"].items():
+        columns = one["columns"]
+        lines += ["", *_head(["what", *(f"{size:,} {thing}" for size in one["sizes"])])]
+        for name, key, unit in (("CPU of each", "each_us", "us"), ("memory of each", "each_bytes", "bytes")):
+            lines.append(f"| {name} | {' | '.join(f'{column[key]:,.0f} {unit}' for column in columns)} |")
+        for name in columns[0]["calls"]:
+            lines.append(f"| {name} | {' | '.join(_both(*column['calls'][name]) for column in columns)} |")
+        steps = [f"{column['longest_ms']:.0f} ms" for column in columns]
+        lines.append(f"| longest step of the loop | {' | '.join(steps)} |")
+    return "\n".join(lines)
+
+
+def _both(loop_us: float, all_us: float) -> str:
+    return f"{loop_us:,.0f}" if all_us < 1.05 * loop_us else f"{loop_us:,.0f} of {all_us:,.0f}"
+
+
+def fleet(tree: dict[str, Any]) -> str:
+    """What `benchmarks.fleet` has predicted."""
+    names = (
+        "nodes",
+        "router",
+        "pool",
+        "event",
+        "without prefill",
+        "p50",
+        "p90",
+        "p99",
+        "busy",
+        "between nodes",
+        "peak",
+    )
+    lines = [" | ".join(["", *names, ""]).strip(), "|---" * len(names) + "|"]
+    for point in tree["points"]:
+        kind, seconds = point["fleet"], [f"{one:,.2f} s" for one in point["ttft_s"].values()]
+        cells = [str(kind["nodes"]), kind["router"], "yes" if point["pool"] else "no", kind["event"] or "none"]
+        cells += [f"{1 - point['hit_rate']['computed']:.1%}", *seconds, f"{point['busy']['mean']:.0%}"]
+        cells += [f"{point['network_bytes'] / 1e12:.2f} TB", f"{8 * point['network_peak'] / 1e9:.1f} Gbit/s"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

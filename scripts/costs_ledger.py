@@ -45,16 +45,21 @@ LEDGER = [
     Row("queued tasks", "`server.max_queued_tasks`", "an engine that registers: a quarter", "`busy`"),
     Row(
         "memory of admitted tasks, token_ids included",
-        "`server.max_queued_bytes`",
+        "`tuning.server.max_queued_bytes`",
         "an engine that registers: a quarter",
         "`busy`",
     ),
-    Row("bytes in flight, per lane", "`server.max_inflight_bytes`", "an engine that registers: a quarter", "`busy`"),
+    Row(
+        "bytes in flight, per lane",
+        "`tuning.server.max_inflight_bytes`",
+        "an engine that registers: a quarter",
+        "`busy`",
+    ),
     Row(
         "pushes that join one task; ids in one request", "{0}; {1}", NO_USER, "`busy`; refused",
         ("control.dispatcher:MAX_WAITERS", "wire.protocol:MOST_IDS"),
     ),
-    Row("a message", "`server.max_message`; of an observer 64 KiB", NO_USER, "`too_large`, then cut off"),
+    Row("a message", "`tuning.server.max_message`; of an observer 64 KiB", NO_USER, "`too_large`, then cut off"),
     Row(
         "time of the event loop: messages of all peers, requests over HTTP",
         "4 ms in a turn",
@@ -77,7 +82,7 @@ LEDGER = [
         "all get the same one, at most a second old",
     ),
     Row(
-        "requests of observers", "`server.observer_rate` per second, together", FIRST_COME, "`too_often`"
+        "requests of observers", "`tuning.server.observer_rate` per second, together", FIRST_COME, "`too_often`"
     ),
     Row(
         "messages above 16 KiB that are arriving, of all peers",
@@ -180,7 +185,10 @@ LEDGER = [
         ("daemon.prefetches:MOST", "daemon.prefetches:MOST_BYTES"),
     ),
     Row(
-        "kept results", "`server.max_results`, `server.max_result_bytes`, `server.result_ttl`", NO_USER, "forgotten"
+        "kept results",
+        "`tuning.server.max_results`, `tuning.server.max_result_bytes`, `tuning.server.result_ttl`",
+        NO_USER,
+        "forgotten",
     ),
     Row(
         "names: a task_id; a salt; a generation; a deadline",

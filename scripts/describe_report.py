@@ -1,4 +1,6 @@
-"""Write docs/report.md, and the tables of docs/metrics.md, from observability/report.py and concerns.py.
+"""Write docs/report.md, the tables of docs/metrics.md, the alerts and the dashboard.
+
+All of it is made from the rows of observability/report.py and concerns.py; watched.py has what alerts and panels show.
 
     python scripts/describe_report.py [--check]
 
@@ -24,11 +26,13 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts import watched  # noqa: E402
 from transferd.observability import report  # noqa: E402
 from transferd.observability.concerns import CONCERNS  # noqa: E402
 from transferd.observability.figure import Figure, Sections  # noqa: E402
 from transferd.observability.metrics import rows  # noqa: E402
 
+Metrics = dict[str, watched.Metric]
 PAGE, METRICS = ROOT / "docs" / "report.md", ROOT / "docs" / "metrics.md"
 HEAD = """# The report
 
@@ -70,11 +74,9 @@ def _help(kind: Any) -> str:
 
 def metrics_page(text: str) -> str:
     """docs/metrics.md with its tables made anew; when a concern begins is kept from the page."""
-    when = dict(
-        re.findall(r"^\| `([a-z_]+)` \|(?: \w+ \|)? (.+?) \| .+ \|$", text.partition("## Concerns")[2], re.MULTILINE)
-    )
+    when = begins(text)
     tables = {
-        "metric": sorted(set(_metrics(report.Report, "", []))),
+        "metric": sorted({one.row() for one in metrics(report.Report).values()}),
         "concern": [f"| `{k}` | {one.severity} | {when[k]} | {one.remedy} |" for k, one in CONCERNS.items()],
     }
     for name, lines in tables.items():
@@ -85,18 +87,28 @@ def metrics_page(text: str) -> str:
     return text
 
 
-def _metrics(kind: type[msgspec.Struct], begins: str, labels: list[str]) -> Iterator[str]:
+def begins(text: str) -> dict[str, str]:
+    """When each concern begins, as docs/metrics.md says it."""
+    rows_of_concerns = text.partition("## Concerns")[2]
+    return dict(re.findall(r"^\| `([a-z_]+)` \|(?: \w+ \|)? (.+?) \| .+ \|$", rows_of_concerns, re.MULTILINE))
+
+
+def metrics(kind: type[msgspec.Struct], path: str = "", above: str = "", labels: list[str] | None = None) -> Metrics:
+    """The metrics of a section by the paths of their fields, such as `storage.levels.bytes`."""
     types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    found: Metrics = {}
     for name, row in rows(kind):
         if isinstance(row, Sections):
             inner, _ = _struct_in(types[name])
             assert inner is not None
-            yield from _metrics(inner, row.begins, [*([] if row.apart else labels), *row.labels])
+            around = [] if row.apart else labels or []
+            found |= metrics(inner, f"{path}{name}.", row.begins, [*around, *row.labels])
             continue
-        shown = ",".join([*labels, row.label] if row.label else labels)
         ends = "_total" if row.kind == "counter" else ""
-        called = f"transferd_{begins}{row.name or name}{ends}{f'{{{shown}}}' if shown else ''}"
-        yield f"| `{called}` | {row.kind} | {row.help} |"
+        called = f"transferd_{above}{row.name or name}{ends}"
+        own = [*(labels or []), *([row.label] if row.label else [])]
+        found[path + name] = watched.Metric(called, own, row)
+    return found
 
 
 def comments_of(kind: type[msgspec.Struct]) -> dict[str, str]:
@@ -151,7 +163,8 @@ def _called(kind: Any) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    made = {PAGE: page(), METRICS: metrics_page(METRICS.read_text())}
+    text = metrics_page(METRICS.read_text())
+    made = {PAGE: page(), METRICS: text} | watched.files(metrics(report.Report), CONCERNS, begins(text))
     if parser.parse_args().check:
         sys.exit(any(file.read_text() != text for file, text in made.items()))
     for file, text in made.items():

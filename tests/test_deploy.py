@@ -13,17 +13,20 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts import watched
 from tests.observability.test_metrics import NoTransport
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.config.size import Size
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build
+from transferd.observability.concerns import CONCERNS
 from transferd.runtime.compat import tomllib
 from transferd.storage.mooncake import MooncakeStorage
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 ALERTS = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+METRICS = (DEPLOY.parent / "docs" / "metrics.md").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana" / "transferd.json").read_text())
 RULES = re.findall(r"- alert: (\w+)\n\s+expr: (.+)\n", ALERTS)
 PANELS = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -62,14 +65,31 @@ async def test_every_expression_names_metrics_and_label_values_that_exist(tmp_pa
         names = re.findall(r"\b((?:transferd|process)_\w+|up\b)", expression)
         assert names, title
         for name in names:
-            assert name in samples, f"{title}: nothing is called {name}"
+            assert name in samples or f"`{name}{{" in METRICS, f"{title}: nothing is called {name}"
         for name, selector in re.findall(r"\b((?:transferd|process)_\w+)\{([^}]*)\}", expression):
             for label, operator, value in re.findall(r'(\w+)(=~?)"([^"]*)"', selector):
-                if label in ("instance", "job"):
+                if label in ("instance", "job") or value == "$engine":
                     continue
-                known = {labels.get(label) for labels in samples[name]}
+                known = {labels.get(label) for labels in samples.get(name, ())}
                 for one in value.split("|") if operator == "=~" else [value]:
                     assert one in known, f'{title}: {name} has no {label}="{one}" at the start'
+
+
+def test_each_concern_that_is_more_than_a_wish_has_its_alert_with_its_severity_and_remedy() -> None:
+    rules = [rule for group in yaml.safe_load(ALERTS)["groups"] for rule in group["rules"]]
+    alerted = {rule["expr"]: (rule["labels"]["severity"], rule["annotations"]["action"]) for rule in rules}
+    for name, one in CONCERNS.items():
+        found = alerted.get(f'transferd_concern{{concern="{name}"}} == 1')
+        assert found == (None if one.severity == "info" else (one.severity, one.remedy)), name
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+
+
+def test_a_panel_of_a_field_that_is_gone_is_an_error() -> None:
+    gone = watched.Line("storage.levels.no_such_figure")
+    with pytest.raises(KeyError, match="no_such_figure"):
+        watched._query(gone, {})
+    with pytest.raises(AssertionError, match="has no label"):
+        watched._query(watched.Line("ready", ("engine",)), watched.OTHERS)
 
 
 def test_every_alert_says_what_to_do() -> None:

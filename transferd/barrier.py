@@ -252,6 +252,11 @@ class RankBarrier:
         round_ = self._rounds.get(task_id)
         return () if round_ is None else self._absent(round_)
 
+    @property
+    def rounds(self) -> Iterable[str]:
+        """The ids of the open rounds: a live view."""
+        return self._rounds.keys()
+
     def statistics(self) -> BarrierStatistics:
         return BarrierStatistics(
             open=len(self._rounds),

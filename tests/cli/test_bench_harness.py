@@ -98,7 +98,7 @@ def test_the_control_benchmark_gives_every_row_a_limit_of_its_own(monkeypatch: p
     assert echoes == 1 + 2 * 4 * RUNS, "a warm-up, then one beside each run of each latency row"
     for ranks in (1, 8):
         names = [r.name for r in rows if r.name.endswith(f"TP{ranks}")]
-        assert len(names) == 9
+        assert len(names) == 11
         assert any("swap of one block" in name for name in names)
     assert all(r.value > 0 and r.limit > 0 and math.isfinite(r.ratio) for r in rows if "idle" not in r.name)
     assert sum(r.limit_name == "us raw echo" for r in rows) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,9 @@ def test_everything_is_written_and_the_unit_runs_this_program(tmp_path: Path) ->
     for path in written:
         name = path.relative_to(tmp_path / "new" / "out")
         ours, theirs = path.read_text(), (ROOT / name).read_text()
-        if name.name == "transferd.service":
+        if name.suffix == ".service":
             program = Path(sys.executable).with_name("transferd")
-            assert f"\nExecStart={program} serve --config" in ours
+            assert re.search(rf"\nExecStart={program} (serve|pool lend) --config", ours)
             ours = ours.replace(f"ExecStart={program} ", "ExecStart=/usr/bin/transferd ")
         assert ours == theirs
     assert {"transferd.service", "transferd.sysusers.conf", "transferd.tmpfiles.conf", "gpu.conf", "alerts.yml"} <= {

@@ -1,4 +1,4 @@
-"""What an operator sees of every shape of a store, well and in trouble: `stats`, `top`, the page's list, metrics.
+"""What an operator sees of every shape of a store, well and in trouble: `stats`, `top`, the page, metrics.
 
 The reports are those of real stores, opened in this process; a scene then sets the figures that its fault would set.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from tests.observability.test_metrics import NoTransport
+from tests.support.browser import Browser, executable
 from transferd.cli.stats_view import view
 from transferd.cli.top.figures import Samples
 from transferd.cli.top.screen import View, screen
@@ -22,6 +26,7 @@ from transferd.config import LevelSection, MemoryStorageSection, from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.observability.concerns import CONCERNS, Watch, concerns, find
 from transferd.observability.metrics import families
+from transferd.observability.page import FILE
 from transferd.observability.report import HoldReport, LevelReport, Report, read, tree
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.levels.level import StoreLevel
@@ -124,26 +129,50 @@ def well(_: Report) -> str:
 SCENES = [well, full, dead, given_up, drained, paused, refusing, read_only, unreloaded]
 
 
-def lines_of(report: Report) -> Iterator[tuple[str, list[str]]]:
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser | None]:
+    """With the page open, which shows what `draw` is given; None without Chromium."""
+    if executable() is None:
+        yield None
+        return
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        browser.open(FILE.as_uri())
+        browser.until("document.getElementById('tiles') !== null && (paused = true)")
+        yield browser
+
+
+def page_of(report: Report, browser: Browser) -> list[str]:
+    history: dict[str, list[float]] = {
+        name: [] for name in ("ago_s", "tasks_per_s", "bytes_per_s", "p99_s", "hit_share")
+    }
+    live: dict[str, Any] = {"report": tree(report), "not_ready": "", "tasks": [], "listed": None, "history": history}
+    text = browser.ask(f"(draw({json.dumps(live, default=str)}), document.body.innerText)")
+    assert not browser.ask("document.getElementById('start').hidden"), "no client is connected to any of these"
+    return str(text).splitlines()
+
+
+def lines_of(report: Report, browser: Browser | None) -> Iterator[tuple[str, list[str]]]:
     out = io.StringIO()
     Console(file=out, width=80, highlight=False).print(view(report))
     yield "stats", out.getvalue().splitlines()
     yield "top", [line.plain for line in screen(Samples().add(report, []), View(), 80, 24)]
-    yield "page", concerns(report) or ["all is well"]
+    yield "list", concerns(report) or ["all is well"]
+    if browser is not None:
+        yield "page", page_of(report, browser)
 
 
 @pytest.mark.parametrize(("engines", "disks", "levels"), SHAPES)
 async def test_a_fault_is_seen_everywhere_and_no_fault_is_none(
-    tmp_path: Path, engines: int, disks: int, levels: int
+    tmp_path: Path, engines: int, disks: int, levels: int, browser: Browser | None
 ) -> None:
     good = await shown(tmp_path, engines, disks, levels)
     assert [len(level.disks) for level in good.storage.levels] == [disks, *[0] * 2][:1] if levels == 1 else True
     assert len(good.storage.levels) == levels
     for scene in SCENES:
-        look(scene, good)
+        look(scene, good, browser)
 
 
-def look(scene: Callable[[Report], str], good: Report) -> None:
+def look(scene: Callable[[Report], str], good: Report, browser: Browser | None) -> None:
     report = read(tree(good))
     wrong = scene(report)
     watch = Watch()
@@ -152,11 +181,11 @@ def look(scene: Callable[[Report], str], good: Report) -> None:
     report.concerns = watch.concerns(101.0)
     assert [one.name for one in report.concerns] == [wrong][: bool(wrong)], scene.__name__
     several = len(report.storage.levels) > 1
-    for where, lines in lines_of(report):
+    for where, lines in lines_of(report, browser):
         text, plain = "\n".join(lines), " ".join(" ".join(lines).split())
-        assert max(map(len, lines)) <= 80 or where == "page", (scene.__name__, where)
+        assert max(map(len, lines)) <= 80 or where in ("list", "page"), (scene.__name__, where)
         assert where != "top" or len(lines) == 24
-        assert "NaN" not in text, where
+        assert not re.search(r"\bNaN\b|\bundefined\b|\bnull\b", text), (scene.__name__, where)
         assert "0 B of 0 B" not in text, where
         if not wrong:
             assert "all is well" in text, (scene.__name__, where)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from transferd import ReadStorageTask, SyncClient, WriteStorageTask
+from transferd import Client, ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.cli import main as cli
+from transferd.cli import restart_check
 from transferd.cli.restart_check import LOSES, SAFE, WAIT, rows, verdict
 from transferd.client.launch import DaemonProcess, running
 from transferd.observability import logs
@@ -111,8 +112,15 @@ def test_an_engine_that_does_not_hear_of_a_new_daemon_does_not_come_back(engine:
 
 
 def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
-    engine: SyncClient, check: Check, waits: Path
+    engine: SyncClient, check: Check, waits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, ask = [], Client.restart_check
+
+    async def counted(client: Client) -> AtRestart:
+        asked.append(client)
+        return await ask(client)
+
+    monkeypatch.setattr(Client, "restart_check", counted)
     waits.write_text(FOREVER)
     task = engine.push(ReadStorageTask(task_id="slow", keys=["absent"], gpu_block_ids=[1]))
     while not engine.stats()["running"]:
@@ -120,9 +128,17 @@ def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
     code, found = check()
     assert (code, found["tasks"]) == (3, (WAIT, "1 running and 0 queued; a stop would fail what is queued"))
 
+    looks, coming = [], restart_check._coming
+
+    async def looked(client: Client) -> str:
+        looks.append(client)
+        return await coming(client)
+
+    monkeypatch.setattr(restart_check, "_coming", looked)
+
     def release_once_it_drains() -> None:
         with SyncClient(engine.endpoint) as client:
-            while not client.stats()["draining"]:
+            while not client.stats()["draining"] or len(looks) < 3:
                 pass
         waits.write_text("0")
 
@@ -134,6 +150,7 @@ def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
         waits.write_text("0")
         releasing.join()
     assert (code, found["tasks"]) == (0, (SAFE, "none"))
+    assert len(asked) == 1 + 2, "each level is asked what it has at first and at the end, not at each look"
     assert task.result().status == "miss"
     assert not engine.stats()["draining"], "and tasks are admitted again"
 

@@ -15,7 +15,6 @@ from transferd.cli.stats_view import view
 from transferd.client.launch import running
 from transferd.observability.concerns import Measured, Trouble, concerns, find
 from transferd.observability.figures import of_engine, together
-from transferd.observability.figures import shown as figures
 from transferd.observability.report import KindReport, LaneReport, RankReport, read
 
 
@@ -48,11 +47,6 @@ def test_a_task_counts_once_for_all_ranks_and_engines_are_added() -> None:
     both = together([one, other])
     assert both["read"] == KindReport(queued=4, done=10, failed=11, bytes=115)
     assert list(both)[:4] == ["write", "read", "swap_out", "swap_in"]
-
-
-def test_the_report_of_a_daemon_before_these_figures_shows_its_ranks(report: dict[str, Any]) -> None:
-    old = {key: value for key, value in report.items() if key not in ("lanes", "totals")}
-    assert figures(read(old))["read"].done == figures(read(report))["read"].done == 2
 
 
 def texts(report: dict[str, Any]) -> list[str]:

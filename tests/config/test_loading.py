@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from transferd.config import Config, from_tree, load, origins, retired, to_tree
-from transferd.config.loading import RETIRED
+from transferd.config import Config, from_tree, load, origins, outdated, to_tree
+from transferd.config.loading import RETIRED, TUNING, leaves, of_tuning
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError
 
@@ -88,7 +88,7 @@ def test_a_retired_key_is_accepted_without_effect_and_named_with_what_decides_no
     ]
     for source, found in sources:
         assert load(**found) == load(env={})
-        [sentence] = retired(origins(**found))
+        [sentence] = outdated(origins(**found))
         assert sentence == f"{key} ({source}) has no effect any more: {RETIRED[key]}"
     documented = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     assert f"`{key}`" in documented
@@ -97,7 +97,68 @@ def test_a_retired_key_is_accepted_without_effect_and_named_with_what_decides_no
 def test_no_key_is_both_retired_and_in_use() -> None:
     tree = to_tree(load(env={}))
     assert not [key for key in RETIRED if key.partition(".")[2] in tree[key.partition(".")[0]]]
-    assert retired(origins(overrides=["cuda.batches=false"], env={})) == []
+    assert outdated(origins(overrides=["cuda.batches=false"], env={})) == []
+
+
+def test_a_setting_of_tuning_is_the_same_in_its_section_which_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    file.write_text("[tuning.server]\nlane_depth = 3\n")
+    variable = "TRANSFERD_TUNING__SERVER__LANE_DEPTH"
+    for found in ({"path": file}, {"env": {variable: "3"}}, {"overrides": ["tuning.server.lane_depth=3"]}):
+        given: dict[str, Any] = {"env": {}} | found
+        assert load(**given).server.lane_depth == 3
+        assert outdated(origins(**given)) == []
+    file.write_text("[server]\nlane_depth = 3\n")
+    assert load(file, env={}) == load(env={variable: "3"})
+    assert outdated(origins(file, env={})) == [f"server.lane_depth ({file}) is tuning.server.lane_depth now"]
+
+
+def test_a_later_source_wins_whichever_name_it_uses(tmp_path: Path) -> None:
+    file = tmp_path / "t.toml"
+    names = ("server.lane_depth", "tuning.server.lane_depth")
+    for early, late in (names, reversed(names)):
+        file.write_text(f"{early} = 3\n")
+        assert load(file, overrides=[f"{late}=4"], env={}).server.lane_depth == 4
+        assert origins(file, overrides=[f"{late}=4"], env={})[late] == "--set"
+        assert early not in origins(file, overrides=[f"{late}=4"], env={})
+
+
+def test_fastdeploys_variables_of_tuning_are_in_their_place() -> None:
+    env = {"AS_WRITE_SLICE_BLOCK_NUM": "7", "TRANSFERD_STORAGE__BACKEND": "attention_store"}
+    assert load(env=env).storage.attention_store.slice_blocks == 7
+    assert origins(env=env)["tuning.storage.attention_store.slice_blocks"].startswith("the environment of FastDeploy")
+    assert outdated(origins(env=env)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("tuning.server.endpoint=x", "tuning.server.endpoint: is no key of [tuning]: it stands in its own section"),
+        (
+            "tuning.server.lane_dept=x",
+            "tuning.server.lane_dept: is no key of [tuning]; did you mean server.lane_depth?",
+        ),
+        ("tuning.server.lane_depth=0", "tuning.server.lane_depth: expected `int` >= 1 (0)"),
+        ("server.lane_depth=0", "tuning.server.lane_depth: expected `int` >= 1 (0)"),
+        ("tuning.cache={}", ""),
+        ("tuning.server=3", "tuning.server: is no key of [tuning]"),
+    ],
+)
+def test_a_mistake_in_tuning_names_the_key(override: str, line: str) -> None:
+    if not line:
+        assert load(overrides=[override], env={}) == load(env={}), "an empty table makes no [cache]"
+        return
+    with pytest.raises(ConfigError) as caught:
+        load(overrides=[override], env={})
+    assert str(caught.value).startswith(line)
+
+
+def test_the_effective_configuration_has_each_setting_of_tuning_there_and_nowhere_else() -> None:
+    levels = {"levels": ["memory", "file"], "level": {"file": {"recheck": 7}}}
+    keys = [key for key, _ in leaves(to_tree(from_tree({"storage": levels})))]
+    tuned = [key.removeprefix("tuning.") for key in keys if key.startswith("tuning.")]
+    assert {key.replace(".file.", ".NAME.") for key in tuned} == TUNING
+    assert not [key for key in keys if of_tuning(key)]
 
 
 @pytest.mark.parametrize("uuid", ["GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "7" * 32])

@@ -65,7 +65,7 @@ LONGEST = "ipc:///" + "p" * (LONGEST_SOCKET_PATH - 1)
         ({"endpoint": "tcp://127.0.0.1:1", "allowed_uids": [0]}, "server.endpoint"),
         ({"observer_endpoint": "tcp://127.0.0.1:1", "observer_uids": [0]}, "server.observer_endpoint"),
         ({"client_timeout": LEAST_CLIENT_TIMEOUT_S - 0.1}, "server.client_timeout"),
-        ({"max_message": MOST_MESSAGE + 1}, "server.max_message"),
+        ({"max_message": MOST_MESSAGE + 1}, "tuning.server.max_message"),
         ({"socket_mode": "0888"}, "server.socket_mode"),
         ({"observer_mode": "66"}, "server.observer_mode"),
     ],

@@ -55,7 +55,7 @@ def test_each_key_is_in_the_reference() -> None:
         missing += [
             f"{section.name}.{field.name}"
             for field in msgspec.structs.fields(kind)
-            if not {field.name, f"{section.name}.{field.name}"} & named
+            if not {field.name, f"{section.name}.{field.name}", f"tuning.{section.name}.{field.name}"} & named
         ]
     assert missing == []
     assert StorageSection().backend == "file"
@@ -91,7 +91,8 @@ def test_the_reference_has_the_defaults_of_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     ours, compared = dict(defaults(Config)), 0
     for names, values in re.findall(r"(?m)^\| (`[^|]*) \| ([^|]*) \|", text):
-        keys = [key for key in re.findall(r"`([a-z_.]+)`", names) if key in ours]
+        named = [key.removeprefix("tuning.") for key in re.findall(r"`([a-z_.]+)`", names)]
+        keys = [key for key in named if key in ours]
         for key, value in zip(keys, values.split(", ") if len(keys) > 1 else [values], strict=True):
             default = IN_WORDS.get(key, ours[key])
             if isinstance(default, list | tuple):

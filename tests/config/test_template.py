@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from transferd.config import CacheSection, Config, from_tree
+from transferd.config.loading import TUNING
 from transferd.config.template import template
 from transferd.runtime.compat import tomllib
 
@@ -26,11 +27,14 @@ def test_every_setting_is_there_with_its_default() -> None:
     default = Config(cache=CacheSection())
     assert msgspec.to_builtins(from_tree(tree), enc_hook=str) == msgspec.to_builtins(default, enc_hook=str)
     assert set(tree) == {field.name for field in msgspec.structs.fields(Config)}
-    assert len(tree["server"]) == len(msgspec.structs.fields(type(Config().server))) - 1  # without curve
+    tuned = [key for key in TUNING if key.startswith("server.")]
+    fields = msgspec.structs.fields(type(Config().server))
+    assert len(tree["server"]) == len(fields) - len(["curve"]) - len(tuned)
 
 
 def test_comments_stand_beside_their_settings() -> None:
-    assert "# lane_depth = 16  # tasks running at once per lane" in template()
+    assert "# client_timeout = 5.0  # a client that is silent for this long counts as gone" in template()
+    assert "lane_depth" not in template(), "nobody sets what stands in [tuning]"
     assert "# tasks = 8192  # roughly how many tasks are remembered" in template()
     assert "# [storage.attention_store.peers.NAME]\n# endpoint =" in template()
     assert "# [server.curve]\n# secret_key_file =" in template()

@@ -10,7 +10,7 @@ import pytest
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
 from tests.support.dispatch import limits
 from transferd.control import events as ev
-from transferd.control.dispatcher import MAX_WAITERS, Dispatcher, DispatchStatistics
+from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, DispatchStatistics
 from transferd.control.gate import Hold
 from transferd.control.order import State
 from transferd.errors import InvariantError
@@ -398,9 +398,9 @@ def test_ids_of_tasks_are_known_until_they_are_answered() -> None:
     desk = Desk()
     desk.submit(write("a", 1))
     desk.submit(write("b", 1))
-    assert desk.dispatcher.task_ids == ["a", "b"]
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["a", "b"]
     desk.finish("a")
-    assert desk.dispatcher.task_ids == ["b"]
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["b"]
 
 
 def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused() -> None:
@@ -492,7 +492,7 @@ def test_a_client_that_goes_takes_back_each_of_its_pushes() -> None:
         desk.submit(read(f"r{i}", i), client=client)
     desk.hear(ev.ClientGone(b"gone", desk.now))
     assert desk.stopped == [("r0", Stop.CANCELLED)]
-    assert desk.dispatcher.task_ids == ["r0", "r1"], "the third was still queued"
+    assert [one.task_id for one in desk.dispatcher.admitted] == ["r0", "r1"], "the third was still queued"
 
 
 def test_an_abandoned_task_is_stopped_only_once() -> None:
@@ -501,3 +501,23 @@ def test_an_abandoned_task_is_stopped_only_once() -> None:
     desk.hear(ev.ClientGone(b"gone", desk.now))
     desk.hear(ev.ClientGone(b"another", desk.now))
     assert desk.stopped == [("w", Stop.CANCELLED)]
+
+
+def test_a_client_with_many_tasks_takes_them_back_in_steps_the_newest_first() -> None:
+    speaker, number = Speaker(max_queued=1024), 2 * AT_ONCE + 10
+    speaker.submit(write("stays", 0), client=b"stays")
+    for i in range(number):  # each waits for the one before it
+        speaker.submit(swap_out(f"w{i}", [1], [1]), client=b"gone")
+    event, ended, steps = ev.ClientGone(b"gone", 1.0), list[str](), 0
+    said: list[ev.Instruction] = [ev.Again(event)]
+    while said and isinstance(said[-1], ev.Again):
+        steps += 1
+        assert speaker.dispatcher.waits(b"gone") == number - len(ended)
+        said = speaker.dispatcher.handle(said[-1].event)
+        ended += [one.task.task_id for one in said if isinstance(one, ev.Publish)]
+        assert not any(isinstance(one, ev.Start) for one in said), "none is started to be stopped"
+    assert steps == 3
+    assert ended == [f"w{i}" for i in range(number - 1, 0, -1)], "the first one runs"
+    assert [one.task_id for one in said if isinstance(one, ev.StopTask)] == ["w0"]
+    assert [one.task_id for one in speaker.dispatcher.admitted] == ["stays", "w0"]
+    assert speaker.dispatcher.waits(b"gone") == 0

@@ -119,3 +119,18 @@ def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
     for number in range(6):
         other.handle(ev.TaskSubmitted(b"d", number, write(f"o{number}", number), 0.0))
     assert other.queued == 4, "an equal share, past the bound of all"
+
+
+def test_a_task_of_an_engine_below_its_share_costs_the_same_beside_any_number_of_engines() -> None:
+    class Unasked(Held):
+        @property
+        def queued(self) -> int:
+            raise AssertionError("the others are asked only about one that has its share")
+
+        @queued.setter
+        def queued(self, _: int) -> None: ...
+
+        argument_bytes = write_bytes = queued
+
+    light = Held(queued=1, argument_bytes=100, write_bytes=1000)
+    assert code(total(light, *(Unasked() for _ in range(3))), light) == ""

@@ -14,6 +14,7 @@ from transferd.daemon.daemon import Daemon
 from transferd.daemon.health import LAGS_KEPT, LATE, HealthCheck
 from transferd.observability.concerns import EVERY_S
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import finished
 
 
 class World:
@@ -50,7 +51,7 @@ async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None
 
 
 async def test_a_report_counts_as_a_look_and_without_clients_no_timer_runs(world: World) -> None:
-    assert world.health.report().boot_id == world.daemon.boot_id
+    assert finished(world.health.report()).boot_id == world.daemon.boot_id
     world.health.hello_arrived()
     assert world.health._pulse is None
 
@@ -71,6 +72,6 @@ async def test_the_loop_is_late_if_several_of_the_last_looks_were_and_until_they
 
 async def test_a_daemon_that_is_not_ready_reports_a_concern(world: World) -> None:
     assert world.health._measured().not_ready == world.daemon.not_ready != ""
-    concerns = world.health.report().concerns
+    concerns = finished(world.health.report()).concerns
     assert concerns
     assert concerns == world.daemon.report().concerns

@@ -11,7 +11,7 @@ import structlog
 
 from tests.observability.test_metrics import NoTransport
 from transferd.config import Config, LevelSection, from_tree
-from transferd.config.loading import OF_A_LEVEL, TAKES_EFFECT, takes_effect
+from transferd.config.loading import TAKES_EFFECT, takes_effect
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.reload import Reloader
 from transferd.daemon.systemd import Notifier
@@ -63,8 +63,8 @@ def test_changed_keys_and_keys_that_need_a_restart_are_logged_and_stay_in_the_st
         world.reload()
     line = next(line for line in lines if line["event"] == "reloaded")
     assert line["changed"] == {"log.level": ["info", "warning"]}
-    assert line["needs_restart"] == ["server.endpoint", "server.lane_depth"]
-    assert world.reload.status().endswith("; needs a restart: server.endpoint, server.lane_depth")
+    assert line["needs_restart"] == ["server.endpoint", "tuning.server.lane_depth"]
+    assert world.reload.status().endswith("; needs a restart: server.endpoint, tuning.server.lane_depth")
     assert world.told.lines[-1][0] == "READY=1"
     del world.tree["server"]
     with structlog.testing.capture_logs() as lines:
@@ -113,7 +113,8 @@ def test_only_settings_that_exist_take_effect(world: World) -> None:
 
 
 def test_settings_of_a_level_take_effect(world: World) -> None:
-    assert set(LevelSection.__struct_fields__) == OF_A_LEVEL
+    assert all(takes_effect(f"storage.level.file.{key}") for key in LevelSection.__struct_fields__)
+    assert takes_effect("tuning.storage.level.file.recheck")
     assert takes_effect("storage.level.file.promote")
     assert takes_effect("storage.level.some.module:Class.write")
     assert not takes_effect("storage.level.promote")

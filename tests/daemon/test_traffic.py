@@ -12,7 +12,7 @@ import pytest
 
 from tests.storage.harness import Harness, Memory, memory_config
 from tests.support.gated_storage import gated, stack
-from transferd import SyncClient, WriteStorageTask
+from transferd import ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.blocks.formats import object_format
 from transferd.blocks.layout import build_layout
 from transferd.cli import main as cli
@@ -24,6 +24,7 @@ from transferd.daemon.preflight import build_engine
 from transferd.daemon.traffic import KeyHistory, KeyTraffic
 from transferd.observability import key_trace, logs
 from transferd.observability.key_trace import KEPT_S, KeyTrace
+from transferd.observability.recorder import Recorder
 from transferd.observability.report import MISSED_FOR
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.admission import SecondUse
@@ -79,11 +80,21 @@ def test_a_daemon_says_where_a_block_has_gone_and_why_look_ups_miss(tmp_path: Pa
         write("w2", "a", "b", "c")
         assert client.exists(["old"]) == [False]
         assert misses() == {"never_stored": 1, "evicted": 1}
+        (level,) = client.stats()["storage"]["levels"]
+        (mine,) = level["holdings"]
+        assert (mine["engine"], mine["objects"], mine["evicted"]) == ("default", 3, {"default": 1})
         (gone,) = client.why("old")
         (evicted,) = gone["history"]
         assert gone["there"] == {}
         assert (evicted["what"], evicted["engine"], evicted["stored_by"]) == ("evicted", "default", "default")
         assert evicted["stored_s"] >= 0
+        assert (
+            client.submit(ReadStorageTask(task_id="lost", keys=["a", "old"], gpu_block_ids=[1, 2])).status == "partial"
+        )
+        (line,) = (
+            line for line in run("explain", "lost", "--endpoint", process.endpoint).splitlines() if "missed" in line
+        )
+        assert " block=1 why=evicted level=memory engine=default ago_s=" in line
         client.purge(keys=["a"])
         client.match(["a"])
         client.set_generation("next")
@@ -102,8 +113,9 @@ def test_a_daemon_says_where_a_block_has_gone_and_why_look_ups_miss(tmp_path: Pa
         assert "other identity" in text
         text = run("why", "slow", "--endpoint", process.endpoint)
         assert "write" in text
-        (slow,) = json.loads(run("why", "slow", "--endpoint", process.endpoint, "--format", "json"))["tasks"]
-        assert (slow["kind"], slow["tasks"]) == ("write", 2)
+        rows = json.loads(run("why", "slow", "--endpoint", process.endpoint, "--format", "json"))["tasks"]
+        (slow,) = (row for row in rows if row["kind"] == "write")
+        assert slow["tasks"] == 2
         assert slow["seconds_p99_s"] >= slow["storage_p99_s"] > 0
         assert "what if" in run("stats", "--endpoint", process.endpoint)
 
@@ -131,7 +143,12 @@ NBYTES = FORMAT.slot_bytes
 def an_engine(name: str = "e") -> Any:
     ranks = [SimpleNamespace(context=SimpleNamespace(object_rank=rank)) for rank in range(2)]
     return SimpleNamespace(
-        name=name, objects=FORMAT, workers=ranks, block_size=4, dispatcher=SimpleNamespace(generation="g")
+        name=name,
+        objects=FORMAT,
+        workers=ranks,
+        block_size=4,
+        dispatcher=SimpleNamespace(generation="g"),
+        recorder=Recorder(),
     )
 
 

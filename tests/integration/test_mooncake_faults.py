@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +117,13 @@ async def answered(pushed: asyncio.Future[TaskResult]) -> TaskResult:
 
 
 @asynccontextmanager
-async def node(settings: dict[str, Any], directory: Path, name: str = "node") -> AsyncIterator[Node]:
-    """Started, attached, and at the end stopped with exit code 0 and not a line in its log that is not its own."""
+async def node(
+    settings: dict[str, Any], directory: Path, name: str = "node", *, kill: bool = False
+) -> AsyncIterator[Node]:
+    """Started, attached, and at the end stopped with exit code 0 and not a line in its log that is not its own.
+
+    kill: or killed.
+    """
     process = await asyncio.to_thread(start, settings, directory, name=name)
     try:
         async with Client(process.endpoint) as client:
@@ -124,6 +132,8 @@ async def node(settings: dict[str, Any], directory: Path, name: str = "node") ->
             yield running
             del caches
             running.data = None  # type: ignore[assignment]
+        if kill:
+            return
         assert await asyncio.to_thread(process.stop) == 0
         assert running.log_lines("stopped"), "every line is JSON"
     finally:
@@ -142,6 +152,21 @@ def lender(master: Master, tmp_path: Path) -> Iterator[Lender]:
     """A peer that holds the pool's memory: frozen, it keeps every transfer under way."""
     with Lender(master, 64 * MIB, tmp_path / "lender.log") as running:
         yield running
+
+
+@contextmanager
+def lending(settings: dict[str, Any], directory: Path, master: Master) -> Iterator[subprocess.Popen[bytes]]:
+    """`transferd pool lend` with these settings."""
+    sets = [f"--set=storage.mooncake.{name}={value}" for name, value in settings["storage"]["mooncake"].items()]
+    before = len(master.segments())
+    with (directory / "lend.log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, "-m", "transferd", "pool", "lend", *sets], stdout=log, stderr=log)
+    try:
+        assert wait_until(lambda: len(master.segments()) > before or process.poll() is not None)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def in_transfer(running: Node, lender: Lender, kind: Any, contents: range) -> list[asyncio.Future[TaskResult]]:
@@ -357,3 +382,22 @@ async def test_another_tensor_parallel_size_is_a_miss_that_both_sides_report(mas
 
 def poisoned(running: Node, blocks: Sequence[int]) -> bool:
     return all((part.raw[list(blocks)] == POISON).all() for part in running.data._parts)
+
+
+async def test_what_a_node_has_stored_outlives_its_daemon_where_another_process_lends(
+    master: Master, tmp_path: Path
+) -> None:
+    pages, ours = f"127.0.0.1:{master.metrics_port}", range(BLOCKS)
+    settings = tree(master.address, segment=64 * MIB, lender=f"127.0.0.1:{free_port()}", master_pages=pages)
+    with lending(settings, tmp_path, master) as process:
+        async with node(settings, tmp_path, "killed", kill=True) as running:
+            await running.works(ours)
+        async with node(settings, tmp_path) as running:
+            assert (await running.read(ours, ours)).block_ids == list(ours)
+            left = await running.client.drain_pool()
+            assert (left.left, left.why) == (2 * BLOCKS + 1, "the other nodes have no room"), "and the layout's record"
+            with Lender(master, 64 * MIB, tmp_path / "other.log"):
+                assert (await running.client.drain_pool()).objects == left.left
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(process.wait, 30) == 0
+                assert (await running.read(ours, ours)).block_ids == list(ours)

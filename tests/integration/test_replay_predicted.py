@@ -162,8 +162,8 @@ def test_predicted_hits_within_a_share_are_those_beside_an_engine_that_fills_the
     with running(tree, tmp_path) as daemon, Storing(daemon.endpoint, "filler", storage_share=0.0) as filler:
 
         class BesideAFiller(ReplayEngine):
-            async def _request(self, request: TraceRequest) -> None:
-                await super()._request(request)
+            async def request(self, request: TraceRequest) -> None:
+                await super().request(request)
                 filler.write([f"f{next(names)}" for _ in range(60)])  # more bytes than the store has
 
         monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", BesideAFiller)
@@ -201,7 +201,7 @@ def test_predicted_hits_of_each_level_are_those_of_a_real_replay(
     slot = build_engine(from_tree(tree)).objects.slot_bytes
     tree["storage"]["memory"]["capacity"] = 30 * slot * ranks
     tree["storage"]["file"] |= {"capacity": 70 * ranks * -(-slot // DISK_BLOCK) * DISK_BLOCK, "reserve": "0%"}
-    predicted, wanted = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(30), GivenLevel(70, 2)], ranks=ranks)
+    predicted, wanted = predict(requests, Tiers(24, 0, storage=True), [GivenLevel(30), GivenLevel(70, 2)])
     monkeypatch.setattr("transferd.cli.replay.command.ReplayEngine", SettledBetweenTasks)
     with running(tree, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         assert (dict(predicted.hits), predicted.blocks_written) == replayed(daemon, requests)
@@ -210,13 +210,13 @@ def test_predicted_hits_of_each_level_are_those_of_a_real_replay(
         (
             ranks * level.hits,
             ranks * level.promoted,
-            ranks * len(level.index),
-            ranks * (level.written - len(level.index)),
+            ranks * level.objects,
+            ranks * (level.written - level.objects),
         )
-        for level in wanted.levels
+        for level in wanted.figures()
     ]
-    assert all(level.hits and level.written > len(level.index) for level in wanted.levels)
-    assert wanted.levels[0].promoted
+    assert all(level.hits and level.written > level.objects for level in wanted.figures())
+    assert wanted.figures()[0].promoted
 
 
 LEVELS = """

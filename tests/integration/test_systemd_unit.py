@@ -19,15 +19,16 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 @pytest.fixture
 def unit(tmp_path: Path) -> Path:
-    """The unit with a command that exists here: verify looks for the executable."""
-    copy = tmp_path / "transferd.service"
-    copy.write_text(UNIT.read_text().replace("/usr/bin/transferd", "/bin/true"))
-    return copy
+    """The unit with a command that exists here: verify looks for the executable. Beside it, the other one."""
+    for one in SYSTEMD.glob("*.service"):
+        (tmp_path / one.name).write_text(one.read_text().replace("/usr/bin/transferd", "/bin/true"))
+    return tmp_path / UNIT.name
 
 
 @needs_systemd
 def test_systemd_finds_nothing_wrong_with_the_unit(unit: Path) -> None:
-    result = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    units = list(map(str, unit.parent.glob("*.service")))
+    result = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
 
 

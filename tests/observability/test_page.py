@@ -80,7 +80,6 @@ def test_the_page_polls_tasks_concerns_and_stories(tmp_path: Path) -> None:
         assert body == front_page().body
         live = json.loads(fetch(f"{url}live")[2])
         assert (live["not_ready"], live["report"]["boot_id"]) == ("", json.loads(fetch(f"{url}status")[2])["boot_id"])
-        assert live["concerns"] == concerns(read(live["report"])), "the page shows the list that stats and top show"
         assert [task["task_id"] for task in live["tasks"]] == ["read", NASTY, "one"]
         assert [len(task["stages"]) for task in live["tasks"]] == [2, 2, 2]
         assert live["tasks"][2]["stages"][1]["storage_s"] > 0
@@ -94,8 +93,19 @@ def test_the_page_polls_tasks_concerns_and_stories(tmp_path: Path) -> None:
         daemon.stop()
 
 
+def test_what_the_page_says_of_engines_is_what_their_pages_say() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    told = "".join((docs / f"{name}.md").read_text() for name in ("vllm", "sglang", "lmcache", "fastdeploy"))
+    (starts,) = re.findall(r"(?ms)^const STARTS = \[\n(.*?)^\];", front_page().body.decode())
+    commands = [
+        quoted or plain for quoted, plain in re.findall(r'^  \["\w+", (?:`(.*)`|"(.*)")\],$', starts, re.MULTILINE)
+    ]
+    assert len(commands) == 4
+    assert [command for command in commands if command not in told] == []
+
+
 @pytest.mark.skipif(executable() is None, reason="chromium is not installed")
-def test_a_browser_shows_tasks_and_a_story_and_survives_a_restart(tmp_path: Path) -> None:
+def test_a_browser_shows_tasks_and_a_story(tmp_path: Path) -> None:
     port = free_port()
     daemon, url = serve(tmp_path, port)
     try:
@@ -119,15 +129,5 @@ def test_a_browser_shows_tasks_and_a_story_and_survives_a_restart(tmp_path: Path
                 backgrounds.append(browser.ask("getComputedStyle(document.body).backgroundColor"))
             assert len(set(backgrounds)) == 2
             assert browser.complaints == []
-            before = browser.ask("document.getElementById('who').textContent")
-            daemon.stop()
-            browser.until("document.getElementById('state').textContent.startsWith('no answer since ')")
-            assert browser.ask("document.title").startswith("! ")
-            assert float(browser.ask("getComputedStyle(document.querySelector('section')).opacity")) < 1
-            daemon, _ = serve(tmp_path, port)
-            browser.until(f"document.getElementById('who').textContent.slice(0, 30) !== {json.dumps(before[:30])}")
-            browser.until("document.getElementById('state').textContent === 'ready'")
-            assert browser.ask("getComputedStyle(document.querySelector('section')).opacity") == "1"
-            assert {line for line in browser.complaints if "ERR_CONNECTION" not in line} == set()
     finally:
         daemon.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -69,6 +70,32 @@ def test_the_page_is_small() -> None:
     assert len(front_page().body) < MOST_BYTES
 
 
+def keeps(browser: Browser) -> None:
+    """What has the focus, what is marked, and where the page is stay while it follows the daemon."""
+    browser.ask("""(() => {
+      const [button] = document.querySelectorAll('#tasks button'), cell = document.querySelector('#engines td');
+      button.focus();
+      getSelection().selectAllChildren(document.querySelector('#tasks td.id button'));
+      scrollTo(0, 200);
+      window.kept = [button, cell, getSelection().toString(), document.getElementById('who').textContent];
+    })()""")
+    browser.until("document.getElementById('who').textContent !== kept[3]")  # its uptime
+    browser.ask("look()")
+    assert browser.ask("document.activeElement === kept[0]")
+    assert browser.ask("kept[0].isConnected && kept[1].isConnected"), "rows are patched, not replaced"
+    assert browser.ask("getSelection().toString() === kept[2] && kept[2] !== ''")
+    assert browser.ask("scrollY > 0"), "where it is anchored: what is above may grow by a line"
+    browser.ask("document.getElementById('timeline').focus()")
+    browser.ask(
+        "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}))"
+    )
+    assert browser.ask("document.querySelectorAll('#timeline rect.here').length") >= 1
+    browser.ask("document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))")
+    browser.until(f"{TEXT.format('story-text')}.includes('admitted')")
+    browser.ask("document.getElementById('close').click()")
+    assert browser.ask("location.hash") == ""
+
+
 async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> None:
     names, last = world.names, world.names[-1]
     wrote = len(names) * (len(names) + 1) // 2
@@ -77,6 +104,8 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
     late = await client.submit(WriteStorageTask(task_id="too late", keys=["never"], gpu_block_ids=[1], timeout=0.2))
     await client.resume()
     assert late.status is Status.EXPIRED
+    failed = {name: one["errors"] for name, one in (await client.stats())["engines"].items()}
+    assert failed == {name: {} for name in names} | {last: {"expired": 1}}
     refused = await client.submit(write(LONG, ["x"], [10_000]))
     assert refused.status is Status.REJECTED
 
@@ -86,24 +115,39 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
         lanes = "[...document.querySelectorAll('#lanes tr')].map((r) => [...r.cells].map((c) => c.textContent))"
         assert next(row for row in browser.ask(lanes) if row[0] == "write")[3:5] == [str(wrote), "0"]
         engines = [row[0] for row in browser.ask(lanes.replace("#lanes", "#engines"))]
-        assert sorted(engines) == names or (len(names) == 1 and browser.ask(TEXT.format("engines")) != "")
-        assert browser.ask("document.getElementById('engines-section').hidden") is (len(names) == 1)
+        assert sorted(engines) == [*sorted(["each level"]), *names]
+        cells = "[...document.querySelector('#engines tr').cells].map((c) => c.innerText)"
+        name, hits, why, p99, *_, held = browser.ask(cells)
+        assert (name, hits) == (names[0], "0 %"), "it has looked up one block, and missed"
+        assert why == "never stored 1"
+        assert "s" in p99
+        assert "iB" in held or " B" in held
+        assert browser.ask("document.getElementById('start').hidden")
+        acts = browser.ask(
+            "[...document.querySelectorAll('#acts tr')].map((r) => [...r.cells].map((c) => c.textContent))"
+        )
+        assert [act[0] for act in acts[:2]] == ["resume", "pause"], "the newest first"
+        assert f"of engine {last}" in acts[0][1]
+        assert f"uid {os.getuid()}, pid {os.getpid()}" in acts[0][2]
         labels = browser.ask("[...document.querySelectorAll('#timeline text')].map((t) => t.textContent)")
         assert "now" in labels, "the time axis"
         assert any(label.startswith("−") for label in labels)
         rows = [f"{name} {rank}" for name in names for rank in range(2)] if len(names) > 1 else ["rank 0", "rank 1"]
         assert sorted(label for label in labels if label in rows) == rows
         tiers = browser.ask(TEXT.format("tiers"))
-        assert "memory: " in tiers
+        assert "level memory" in tiers
         assert "hits 0 % since the start" in tiers
-        assert browser.ask("[...document.querySelectorAll('#tiles div')].map((d) => d.textContent)")[3].startswith(
+        assert browser.ask("document.querySelectorAll('#tiers td.bar rect').length") >= 4, "host, staging, memory"
+        assert browser.ask("[...document.querySelectorAll('#tiles > div')].map((d) => d.textContent)")[3].startswith(
             "0 %"
         )
         browser.until("document.querySelectorAll('#tiles polyline').length >= 3")
+        keeps(browser)
 
         if len(names) > 1:
             choose(browser, "engine", last)
             browser.until(f"{TASKS}.length === {len(names) + 2}")
+            assert browser.ask("location.hash") == f"#engine={last}"
             assert browser.ask(f"{TASKS}.every((r) => r.textContent.startsWith('[{last}] '))")
             assert browser.ask(TEXT.format("lanes-of")) == f" of engine {last}"
             write_row = next(row for row in browser.ask(lanes) if row[0] == "write")
@@ -118,6 +162,12 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
         assert failed[1][4].startswith("expired: ")
         browser.ask("document.querySelectorAll('#tasks button')[1].click()")
         browser.until(f"{TEXT.format('story-text')}.includes('expired after ')")
+        shown = browser.ask("location.hash")
+        browser.open("about:blank")
+        browser.open(f"http://127.0.0.1:{world.port}/{shown}")
+        browser.until(f"{TEXT.format('story-text')}?.includes('expired after ')")
+        browser.until(f"{TASKS}.length === 2")
+        assert "show=failed" in shown, "the view is in the URL"
         browser.ask("document.querySelectorAll('#tasks button')[0].click()")
         browser.until(f"{TEXT.format('story-text')}.includes('rejected')")
         assert "not answered" not in browser.ask(TEXT.format("story-text"))
@@ -152,8 +202,12 @@ def test_old_figures_never_look_alive(tmp_path: Path, browser: Browser) -> None:
     try:
         browser.open(f"http://127.0.0.1:{port}/")
         browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
+        before = browser.ask(TEXT.format("who"))
         daemon.signal(signal.SIGSTOP)
         browser.until(f"{grey} && {TEXT.format('state')}.startsWith('no answer since ')")
+        assert browser.ask("document.title").startswith("! ")
+        for shown in ("section", "article"):
+            assert float(browser.ask(f"getComputedStyle(document.querySelector('{shown}')).opacity")) < 1
         daemon.signal(signal.SIGCONT)
         browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
         daemon.stop()
@@ -164,6 +218,9 @@ def test_old_figures_never_look_alive(tmp_path: Path, browser: Browser) -> None:
         daemon = start(tree, tmp_path / "daemon")
         browser.until(f"{TEXT.format('state')} === 'ready' && !{grey}")
         assert browser.ask("document.title").endswith(" · transferd")
+        assert browser.ask(TEXT.format("who"))[:30] != before[:30], "another life of the daemon"
+        assert browser.ask("getComputedStyle(document.querySelector('section')).opacity") == "1"
+        assert {line for line in browser.complaints if "ERR_CONNECTION" not in line} == set()
     finally:
         daemon.signal(signal.SIGCONT)
         daemon.stop()

@@ -14,10 +14,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from scripts import watched
+from scripts.describe_report import metrics
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.observability import report as module
-from transferd.observability.report import Report, read, tree
+from transferd.observability.metrics import rows
+from transferd.observability.report import Report, StoreFigures, read, tree
 
 ROOT = Path(__file__).parents[2]
 SECTIONS = {
@@ -76,6 +79,21 @@ def test_the_page_in_docs_is_what_the_structs_say() -> None:
     script = ROOT / "scripts" / "describe_report.py"
     done = subprocess.run([sys.executable, script, "--check"], check=False, timeout=60)
     assert done.returncode == 0, "run: python scripts/describe_report.py"
+
+
+def test_what_is_counted_is_counted_by_engine_and_by_level() -> None:
+    found = metrics(Report)
+    for name in ("tasks", "errors", "queued", "running", "straggling", "hits", "misses", "rejects"):
+        assert found[f"engines.{name}"].name == found[name].name.replace("transferd_", "transferd_engine_")
+        assert "engine" in found[f"engines.{name}"].labels
+    for name, _ in rows(StoreFigures):
+        if name != "scrub":
+            assert found[f"storage.levels.{name}"].labels[0] == "level", name
+    by_engine = {"bytes", "evicted", "share", "pinned"}
+    assert all(found[f"storage.levels.holdings.{name}"].labels[:2] == ["level", "engine"] for name in by_engine)
+    assert all(one.labels[:2] == ["level", "path"] for name, one in found.items() if ".disks." in name)
+    others = {*watched.OTHERS["task_seconds"].labels, *watched.OTHERS["stage_seconds"].labels}
+    assert others >= {"engine", "kind", "stage"}
 
 
 async def test_every_key_that_a_daemon_reports_has_its_row(daemon: Daemon) -> None:

@@ -13,6 +13,7 @@ from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.predicted import GivenLevel, PredictedDaemon, predict
 from transferd.cli.replay.trace import TraceRequest, generated_workload, read_trace
 from transferd.observability.what_if import HALVES_S, MOST, WhatIf
+from transferd.runtime.loop_turns import finished
 from transferd.tasks import Task, TaskResult, WriteStorageTask
 
 SHARED_TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
@@ -42,13 +43,13 @@ def predicted(
         there = await match(self, keys)
         asked, found = asked + len(keys), found + there
         if watched is not None:
-            watched.looked_up("e", keys, 1)
+            finished(watched.looked_up("e", keys, 1))
         return there
 
     async def run(self: PredictedDaemon, task: Task) -> TaskResult:
         result = await submit(self, task)
         if watched is not None and isinstance(task, WriteStorageTask):
-            watched.stored("e", task.keys, 1)
+            finished(watched.stored("e", task.keys, 1))
         return result
 
     with monkeypatch.context() as patched:
@@ -81,46 +82,46 @@ def test_with_all_keys_followed_it_is_the_simulation(monkeypatch: pytest.MonkeyP
 
 def test_a_chain_ends_at_the_first_block_that_is_not_there_and_what_is_not_stored_never_comes() -> None:
     whole = curve()
-    whole.stored("e", ["a", "b", "c"], 10)
-    whole.looked_up("e", ["a", "x", "c"], 10)
+    finished(whole.stored("e", ["a", "b", "c"], 10))
+    finished(whole.looked_up("e", ["a", "x", "c"], 10))
     assert share(whole, 1000.0) == pytest.approx(1 / 3)
-    whole.looked_up("e", ["x"], 10)
+    finished(whole.looked_up("e", ["x"], 10))
     assert share(whole, 1000.0) == pytest.approx(1 / 4)
 
 
 def test_the_root_of_a_chain_is_the_last_to_go() -> None:
     whole = curve()
-    whole.stored("e", ["root", "leaf"], 10)
-    whole.looked_up("e", ["root", "leaf"], 10)
+    finished(whole.stored("e", ["root", "leaf"], 10))
+    finished(whole.looked_up("e", ["root", "leaf"], 10))
     assert share(whole, 10.0) == 0.5, "the smaller store would have kept the root"
     assert share(whole, 20.0) == 1.0
 
 
 def test_engines_share_the_room_and_each_has_its_own_share_of_hits() -> None:
     whole = curve()
-    whole.stored("a", ["k"], 100)
-    whole.stored("b", ["k"], 400)  # another block, as its engine is another one
-    whole.looked_up("a", ["k"], 100)
-    whole.looked_up("b", ["none"], 400)
+    finished(whole.stored("a", ["k"], 100))
+    finished(whole.stored("b", ["k"], 400))  # another block, as its engine is another one
+    finished(whole.looked_up("a", ["k"], 100))
+    finished(whole.looked_up("b", ["none"], 400))
     assert share(whole, 479.0, "a") == 0.0
     assert share(whole, 520.0, "a") == 1.0, "its own block and the other engine's"
     assert share(whole, 520.0, "b") == 0.0
     assert share(whole, 520.0) == 0.5
     assert share(whole, 520.0, "nobody") is None
-    whole.left("b")
+    finished(whole.left("b"))
     assert share(whole, 110.0, "a") == 0.0, "what was measured stays"
-    whole.stored("b", ["k"], 400)  # it has come again
-    whole.looked_up("a", ["k"], 100)
+    finished(whole.stored("b", ["k"], 400))  # it has come again
+    finished(whole.looked_up("a", ["k"], 100))
     assert share(whole, 520.0, "a") == 1.0
 
 
 def test_what_came_long_ago_counts_less() -> None:
     time = [0.0]
     whole = curve(now=lambda: time[0])
-    whole.stored("e", ["k"], 1)
-    whole.looked_up("e", ["k"], 1)
+    finished(whole.stored("e", ["k"], 1))
+    finished(whole.looked_up("e", ["k"], 1))
     time[0] += HALVES_S
-    whole.looked_up("e", ["absent"], 1)
+    finished(whole.looked_up("e", ["absent"], 1))
     assert share(whole, 10.0) == pytest.approx(1 / 3)
 
 
@@ -130,8 +131,8 @@ def test_it_takes_less_than_a_mib() -> None:
     sampled = curve()
     for engine in ("a", "b"):
         for start in range(0, len(names), 100):
-            sampled.stored(engine, names[start : start + 100], 1000)
-            sampled.looked_up(engine, names[max(0, start - 100) : start + 100], 1000)
+            finished(sampled.stored(engine, names[start : start + 100], 1000))
+            finished(sampled.looked_up(engine, names[max(0, start - 100) : start + 100], 1000))
     nbytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(sampled._last) == MOST

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Generator
+from time import thread_time
 
 import pytest
 
 from transferd.runtime import loop_turns as module
-from transferd.runtime.loop_turns import FRAMES, SHARE, TURN_S, LoopTurns, OneATurn, Spent, loop_turns
+from transferd.runtime.loop_turns import (
+    FRAMES,
+    LOOK_S,
+    PIECE_S,
+    SHARE,
+    TURN_S,
+    InPieces,
+    LoopTurns,
+    OneATurn,
+    Spent,
+    finished,
+    loop_turns,
+)  # fmt: skip
 
 DEAR_S = 0.02
 
@@ -157,3 +171,59 @@ async def test_a_piece_whose_caller_has_gone_keeps_nobody_waiting() -> None:
     await asyncio.sleep(0)
     gone.cancel()
     await asyncio.wait_for(pieces.turn(), 5)
+
+
+def works(log: list[str], name: str, pieces: int, time: Time, cost: float) -> Generator[None, None, str]:
+    for number in range(pieces):
+        time.at += cost
+        log.append(f"{name}{number}")
+        yield
+    return name
+
+
+def test_work_in_pieces_can_be_done_at_once(time: Time) -> None:
+    log: list[str] = []
+    assert finished(works(log, "a", 3, time, 0.0)) == "a"
+    assert log == ["a0", "a1", "a2"]
+
+
+async def test_work_in_pieces_begins_at_once_and_goes_on_in_later_turns_in_order(time: Time) -> None:
+    log, pieces = list[str](), InPieces()
+    pieces.run(works(log, "a", 3, time, PIECE_S))
+    pieces.run(works(log, "b", 2, time, PIECE_S / 4))
+    assert log == ["a0"], "the second waits for the first"
+    for _ in range(3):
+        asyncio.get_running_loop().call_soon(log.append, "others")
+        await asyncio.sleep(0)
+    assert [one for one in log if one != "others"] == ["a0", "a1", "a2", "b0", "b1"]
+    assert log.index("others") < log.index("a2")
+    pieces.run(works(log, "c", 1, time, 0.0))
+    assert log[-1] == "c0", "nothing waits, so it is done at once"
+
+
+async def test_work_that_raises_stops_no_other(time: Time) -> None:
+    def broken() -> Generator[None, None, None]:
+        yield
+        raise ZeroDivisionError
+
+    log, pieces = list[str](), InPieces()
+    with pytest.raises(ZeroDivisionError):
+        pieces.run(broken())
+    pieces.run(works(log, "a", 2, time, 0.0))
+    assert log == ["a0", "a1"]
+
+
+async def test_the_longest_step_is_measured_while_there_is_work_and_no_timer_runs_without() -> None:
+    turns = LoopTurns()
+    turns.begin()
+    before, used = thread_time(), 0.0
+    while used < 10 * LOOK_S:  # a step
+        used = thread_time() - before
+    while turns._look is not None:  # noqa: ASYNC110 - until it has looked, and found nothing to do
+        await asyncio.sleep(LOOK_S)
+    assert turns.longest_s >= 9 * LOOK_S
+    longest = turns.longest_s
+    turns.begin()
+    while turns._look is not None:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+    assert turns.longest_s == longest, "a turn without work"

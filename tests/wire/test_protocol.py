@@ -286,7 +286,7 @@ def test_a_message_past_the_limit_is_refused_and_still_named() -> None:
     data = message({**GOOD, "keys": ["k" * 200]})
     error = refusal(data, 100)
     assert (error.reason, error.seq, error.task_id) == ("too_large", 7, "x")
-    assert str(error) == f"the message has {len(data)} bytes, the limit is 100 (server.max_message)"
+    assert str(error) == f"the message has {len(data)} bytes, the limit is 100 (tuning.server.max_message)"
     assert wire.decode_request(data, len(data)).seq == 7
 
 

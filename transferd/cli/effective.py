@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transferd.cli.doctor.machine import Machine
-from transferd.config import CacheSection, Config, retired, to_tree
+from transferd.config import CacheSection, Config, outdated, to_tree
 from transferd.config.loading import leaves, takes_effect
 from transferd.config.toml import to_toml
 from transferd.daemon.preflight import Sizes, host_memory
@@ -80,7 +80,7 @@ def _on_reload(config: Config) -> Iterator[str]:
 def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
     """Every setting that is not the default, and its source."""
     chosen = dict(leaves(changed(config)))
-    if gone := retired(origins):
+    if gone := outdated(origins):
         yield ""
         yield from map(one_line, gone)
     yield ""

@@ -16,7 +16,7 @@ from transferd.cli.asking import Format, FormatOption, show
 from transferd.errors import ConfigError
 
 FOLDERS = ("systemd", "deploy")  # as setup.py has them
-UNIT = "systemd/transferd.service"
+UNITS = "systemd/transferd.service", "systemd/transferd-lend.service"
 UNIT_PROGRAM = "ExecStart=/usr/bin/transferd "
 
 
@@ -38,7 +38,8 @@ def contents(program: str) -> dict[str, bytes]:
         for path in sorted((source / folder).rglob("*"))
         if path.is_file()
     }
-    found[UNIT] = found[UNIT].replace(UNIT_PROGRAM.encode(), f"ExecStart={program} ".encode())
+    for unit in UNITS:
+        found[unit] = found[unit].replace(UNIT_PROGRAM.encode(), f"ExecStart={program} ".encode())
     return found
 
 

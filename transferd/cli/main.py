@@ -44,6 +44,7 @@ from transferd.cli.init import app as config_app
 from transferd.cli.keeping import level, pin, purge, warm
 from transferd.cli.pool.command import app as pool_app
 from transferd.cli.record import record
+from transferd.cli.replay.verb import replay
 from transferd.cli.restart_check import restart_check
 from transferd.cli.top.command import top
 from transferd.cli.why import why
@@ -142,7 +143,7 @@ def serve(
     if sources.get("server.endpoint") == configuration.PERSONAL:
         where = f"serving at {effective.server.endpoint}, where this user's commands look for it"
         logs.say(f"{where}; blocks are in {effective.storage.file.path}", "info")
-    raise typer.Exit(run(effective, reload=read, warnings=configuration.retired(sources)))
+    raise typer.Exit(run(effective, reload=read, warnings=configuration.outdated(sources)))
 
 
 def verify(
@@ -281,66 +282,6 @@ def explain(
 
     story = daemon.ask(question) if dump is None else read_dump(dump).story(task_id, engine)
     daemon.show(story, stories.as_text(story))
-
-
-def replay(
-    trace: Annotated[Path, typer.Argument(help="A trace in Mooncake's format (JSON lines).", exists=True)],
-    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to replay (default: all).")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks of the private daemon.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Number of requests in flight.")] = 8,
-    config: ConfigOption = None,
-    endpoint: EndpointOption = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="Move nothing: predict the hits of several sizes of host and storage.")
-    ] = False,
-    host_sizes: Annotated[
-        str | None, typer.Option(help="With --simulate: host memory sizes, such as 0,64GiB (default: the configured).")
-    ] = None,
-    storage_sizes: Annotated[
-        str | None,
-        typer.Option(
-            help="With --simulate: storage sizes; of several levels joined by +, such as 64GiB+1TB,64GiB+2TB "
-            "(default: doubling up to the whole trace)."
-        ),
-    ] = None,
-    prefill_rate: Annotated[
-        float | None, typer.Option(min=1, help="With --simulate: prefill tokens per second; shows the time saved.")
-    ] = None,
-    load_rates: Annotated[
-        str | None,
-        typer.Option(
-            help="With --simulate: bytes per second from host and storage, or each of its levels, such as 40GB,5GB "
-            "(default: measured)."
-        ),
-    ] = None,
-    chart: Annotated[
-        Path | None, typer.Option(help="With --simulate: write the curve of hit rate over size to this SVG file.")
-    ] = None,
-    format_: FormatOption = Format.TEXT,
-) -> None:
-    """Replay a request trace and check every byte that comes back. Without --endpoint, starts a private daemon."""
-    from transferd.cli.replay import command
-    from transferd.cli.replay.trace import read_trace
-
-    requests_ = read_trace(trace, requests)
-    if simulate:
-        from transferd.cli.replay import simulate as simulation
-
-        wanted = simulation.Wanted(host_sizes, storage_sizes, prefill_rate, load_rates)
-        simulation.run(requests_, wanted, config=config, ranks=ranks, chart_file=chart, as_json=format_ is Format.JSON)
-        return
-    report = command.run(
-        requests_,
-        endpoint=endpoint,
-        config=config,
-        ranks=ranks,
-        concurrency=concurrency,
-        quiet=format_ is Format.JSON,
-    )
-    from transferd.cli.terminal import stdout
-
-    show(format_, report.tree(), lambda: report.print(stdout()))
-    raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 
 
 def demo(

@@ -111,6 +111,14 @@ async def _check(client: Client, *, drained: bool = False) -> list[Stake]:
     return list(rows(read(await client.stats()), lost, drained=drained))
 
 
+async def _coming(client: Client) -> str:
+    """The verdict of a report alone, which costs nothing: whether anything is under way that a wait outwaits."""
+    from transferd.observability.report import read
+    from transferd.wire.answers import AtRestart
+
+    return verdict(list(rows(read(await client.stats()), AtRestart(), drained=True)))
+
+
 async def _drained(daemon: AskedDaemon, client: Client, stack: contextlib.AsyncExitStack) -> None:
     """Let no engine's tasks in until the stack ends, and wait for those that are there."""
     for name, engine in (await client.stats())["engines"].items():
@@ -145,12 +153,14 @@ def restart_check(
             draining = asyncio.ensure_future(_drained(daemon, client, stack))
             stack.callback(draining.cancel)
             while True:
-                found = await _check(client, drained=True)
                 late = asyncio.get_running_loop().time() >= deadline
-                if late or (verdict(found) != WAIT and (draining.done() or verdict(found) == LOSES)):
+                coming = await _coming(client)
+                if late or coming == LOSES or (coming == SAFE and draining.done()):
                     if draining.done():
                         draining.result()
-                    return found
+                    found = await _check(client, drained=True)
+                    if late or verdict(found) != WAIT:
+                        return found
                 await asyncio.wait({draining}, timeout=LOOK_S) if not draining.done() else await asyncio.sleep(LOOK_S)
 
     found = asyncio.run(ask())

@@ -407,7 +407,7 @@ class Conversation:
             return None
         if len(payload) > self.session.max_message:
             limit = self.session.max_message
-            what = f"the request is too large: {len(payload)} bytes, the daemon accepts {limit} (server.max_message)"
+            what = f"the request is too large: {len(payload)} bytes, for {limit} at most (tuning.server.max_message)"
             self._reject(pending, ProtocolError(what, code="too_large"))
             return None
         return payload

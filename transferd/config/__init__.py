@@ -20,20 +20,15 @@ from transferd.config.loading import (
     from_tree,
     load,
     origins,
-    retired,
+    outdated,
     to_tree,
 )
-from transferd.config.rules import (
-    check,
-)
 from transferd.config.sections import (
-    DEFAULT_ENDPOINT,
     DEFAULT_ENGINE,
     AttentionStoreSection,
     CacheSection,
     Config,
     CurveSection,
-    EnginesSection,
     EventsSection,
     FileStorageSection,
     HostSection,
@@ -55,7 +50,6 @@ from transferd.config.size import (
 )
 
 __all__ = [
-    "DEFAULT_ENDPOINT",
     "DEFAULT_ENGINE",
     "FASTDEPLOY_VARIABLES",
     "PERSONAL",
@@ -63,7 +57,6 @@ __all__ = [
     "CacheSection",
     "Config",
     "CurveSection",
-    "EnginesSection",
     "EventsSection",
     "FileStorageSection",
     "HostSection",
@@ -80,10 +73,9 @@ __all__ = [
     "ServerSection",
     "Size",
     "StorageSection",
-    "check",
     "from_tree",
     "load",
     "origins",
-    "retired",
+    "outdated",
     "to_tree",
 ]

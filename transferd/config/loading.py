@@ -14,7 +14,7 @@ import msgspec
 from transferd.config import personal
 from transferd.config.environment import fold, read_text
 from transferd.config.rules import check
-from transferd.config.sections import Config
+from transferd.config.sections import Config, LevelSection
 from transferd.config.size import Capacities, Reserve, Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import convert, tomllib
@@ -29,16 +29,20 @@ BY_GPU = "the kind of GPU decides (transferd/tiers/cuda/tuning.py)"
 A_QUARTER = "each engine that registers may take a quarter of the bound in [server]"
 # Retired keys, and what decides in their place. They are accepted without effect until release 0.5.
 RETIRED = {
-    "cuda.copies": BY_GPU,
-    "cuda.straight_from": BY_GPU,
-    "cuda.loads_straight_from": BY_GPU,
-    "cuda.grid": BY_GPU,
-    "cuda.slots": BY_GPU,
-    "cuda.slot_bytes": BY_GPU,
-    "cuda.largest_dma": BY_GPU,
-    "engines.max_queued_tasks": A_QUARTER,
-    "engines.max_queued_bytes": A_QUARTER,
-    "engines.max_inflight_bytes": A_QUARTER,
+    **{f"cuda.{key}": BY_GPU for key in ("copies", "straight_from", "loads_straight_from", "grid", "slots")},
+    **{f"cuda.{key}": BY_GPU for key in ("slot_bytes", "largest_dma")},
+    **{f"engines.max_{key}": A_QUARTER for key in ("queued_tasks", "queued_bytes", "inflight_bytes")},
+}
+# Settings that nobody sets: they stand in [tuning], each below the name of its section, which may still have it.
+TUNING = {
+    *("server.max_queued_bytes", "server.max_inflight_bytes", "server.max_message", "server.result_ttl"),
+    *("server.max_results", "server.max_result_bytes", "server.lane_depth", "server.deadline_slack"),
+    *("server.observer_rate", "storage.admit_window", "storage.level.NAME.write_back_max_age"),
+    *("storage.level.NAME.recheck", "storage.mooncake.timeout", "storage.mooncake.connect_timeout"),
+    *("storage.mooncake.probe_interval", "storage.mooncake.native_log", "storage.mooncake.mend_interval"),
+    *("storage.attention_store.slice_blocks", "storage.attention_store.slice_timeout"),
+    *("storage.attention_store.total_timeout", "storage.attention_store.ready_timeout"),
+    *("events.buffer", "events.buffer_bytes", "events.max_blocks"),
 }
 MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 
@@ -71,39 +75,56 @@ def origins(
     return _merge(path, overrides, os.environ if env is None else env)[1]
 
 
-def retired(origins: Mapping[str, str]) -> list[str]:
-    """A sentence for each setting that has no effect any more. origins: what `origins` returned."""
-    return [
-        f"{key} ({source}) has no effect any more: {RETIRED[key]}" for key, source in origins.items() if key in RETIRED
-    ]
+def outdated(origins: Mapping[str, str]) -> list[str]:
+    """A sentence for each setting that has no effect any more, or another place. origins: what `origins` returned."""
+    gone = [f"{key} ({why}) has no effect any more: {RETIRED[key]}" for key, why in origins.items() if key in RETIRED]
+    return gone + [f"{key} ({why}) is tuning.{key} now" for key, why in origins.items() if of_tuning(key)]
+
+
+def of_tuning(key: str) -> bool:
+    """Whether a setting, named without `tuning.`, stands in [tuning]."""
+    return re.sub(r"^storage\.level\..+\.", "storage.level.NAME.", key) in TUNING
 
 
 def _merge(
     path: str | os.PathLike[str] | None, overrides: Iterable[str], environment: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The settings that the sources name, merged, and the source of each."""
-    tree = {} if path is None else _read(path)
-    sources = {key: str(path) for key, _ in leaves(tree)}
+    given = {} if path is None else _read(path)
+    sources = {key: str(path) for key, _ in leaves(given)}
+    tree = _settled(given)
     for name, text in sorted(environment.items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             keys = name.removeprefix(ENV_PREFIX).lower().split("__")
             _put(tree, keys, _value(text))
-            sources[".".join(keys)] = name
+            _sourced(sources, ".".join(keys), name)
+    tree = _settled(tree)
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals or "." not in key:
             raise ConfigError("--set", "expected section.key=value", item)
         _put(tree, key.strip().split("."), _value(text))
-        sources[key.strip()] = "--set"
+        _sourced(sources, key.strip(), "--set")
+    tree = _settled(tree)
     before = dict(leaves(tree))
     fold(tree, environment)
     others = "the environment of FastDeploy, Mooncake or AttentionStore"
-    sources |= {key: others for key, _ in leaves(tree) if key not in before}
+    for key, _ in leaves(tree):
+        if key not in before:
+            _sourced(sources, f"tuning.{key}" if of_tuning(key) else key, others)
     for key, value in personal.settings(environment).items():
         if key not in sources:
             _put(tree, key.split("."), value)
             sources[key] = PERSONAL
     return tree, sources
+
+
+def _sourced(sources: dict[str, str], key: str, source: str) -> None:
+    """Note the source of a setting, whichever of its two names an earlier source has used."""
+    plain = key.removeprefix("tuning.")
+    for name in (plain, f"tuning.{plain}"):
+        sources.pop(name, None)
+    sources[key] = source
 
 
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -141,46 +162,66 @@ TAKES_EFFECT = {
     "storage.memory.capacity",
     "storage.scrub_rate",
 }
-OF_A_LEVEL = {
-    "write",
-    "promote",
-    "write_back",
-    "write_back_bytes",
-    "write_back_max_age",
-    "recheck",
-}  # of storage.level.NAME
 
 
 def takes_effect(key: str) -> bool:
     """Whether a setting can change while the daemon runs (daemon/reload.py)."""
-    level, _, of_it = key.removeprefix("storage.level.").rpartition(".")
-    return key in TAKES_EFFECT or (key.startswith("storage.level.") and bool(level) and of_it in OF_A_LEVEL)
+    level = re.fullmatch(r"storage\.level\..+\.(\w+)", key := key.removeprefix("tuning."))
+    return key in TAKES_EFFECT or (level is not None and level[1] in LevelSection.__struct_fields__)
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
+    tree = _settled(tree)
     try:
-        config = convert(_without_retired(tree), Config, dec_hook=_decode_size)
+        config = convert(tree, Config, dec_hook=_decode_size)
     except msgspec.ValidationError as error:
         raise _as_config_error(tree, error) from None
     check(config)
     return config
 
 
-def _without_retired(tree: Mapping[str, Any]) -> dict[str, Any]:
-    gone = {name: {key for key in RETIRED if key.startswith(f"{name}.")} for name in ("cuda", "engines")}
-    return {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in gone[name]}
-        if name in gone and isinstance(section, Mapping)
-        else section
-        for name, section in tree.items()
-    }
+def _settled(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A tree without retired settings, and with those of [tuning] in their sections. Raises ConfigError."""
+    settled = {name: value for name, value in tree.items() if name != "tuning"}
+    for name, _, key in (one.partition(".") for one in RETIRED):
+        if isinstance(section := settled.get(name), Mapping) and key in section:
+            settled[name] = {other: value for other, value in section.items() if other != key}
+    return _tuned(settled, tree.get("tuning", {}), "")
+
+
+def _tuned(section: Any, given: Any, above: str) -> dict[str, Any]:
+    """A section with what [tuning] has for it. above: its name and a dot."""
+    if not (isinstance(section, Mapping) and isinstance(given, Mapping)):
+        raise ConfigError(f"tuning.{above}".rstrip("."), "expected a section", section if given else given)
+    tuned = dict(section)
+    for key, value in given.items():
+        if of_tuning(name := f"{above}{key}"):
+            tuned[key] = value
+        elif isinstance(value, Mapping):
+            tuned |= {key: _tuned(tuned.get(key, {}), value, f"{name}.")} if value else {}
+        else:
+            meant = difflib.get_close_matches(name, TUNING, 1, 0.85)
+            hint = f"; did you mean {meant[0]}?" if meant else ": it stands in its own section"
+            raise ConfigError(f"tuning.{name}", f"is no key of [tuning]{hint}", value)
+    return tuned
 
 
 def to_tree(config: Config) -> dict[str, Any]:
     """The effective configuration as plain data, sizes as text."""
     tree: dict[str, Any] = msgspec.to_builtins(config, enc_hook=_plain, builtin_types=(int,))
-    return tree
+    return tree | {"tuning": _taken(tree, "")}
+
+
+def _taken(section: dict[str, Any], above: str) -> dict[str, Any]:
+    """Take what stands in [tuning] out of a section. above: its name and a dot."""
+    taken = {}
+    for key, value in list(section.items()):
+        if of_tuning(f"{above}{key}"):
+            taken[key] = section.pop(key)
+        elif isinstance(value, dict) and (inner := _taken(value, f"{above}{key}.")):
+            taken[key] = inner
+    return taken
 
 
 def _plain(value: Any) -> Any:
@@ -227,7 +268,8 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
         return ConfigError(key, f"unknown key; did you mean {meant[0]}?" if meant else "unknown key", _at(tree, key))
     if text.startswith("Invalid enum value"):
         text = f"expected one of {', '.join(_choices(path))}"
-    return ConfigError(path or "config", text[:1].lower() + text[1:], _at(tree, path))
+    name = f"tuning.{path}" if of_tuning(path) else path
+    return ConfigError(name or "config", text[:1].lower() + text[1:], _at(tree, path))
 
 
 def _choices(path: str) -> list[str]:

@@ -176,7 +176,9 @@ def _check_server(server: ServerSection) -> None:
         what = f"must be at least {LEAST_CLIENT_TIMEOUT_S:g}: clients send a heartbeat once a second"
         raise ConfigError("server.client_timeout", what, server.client_timeout)
     if server.max_message > MOST_MESSAGE:
-        raise ConfigError("server.max_message", f"must be at most {MOST_MESSAGE} (1GiB)", str(server.max_message))
+        raise ConfigError(
+            "tuning.server.max_message", f"must be at most {MOST_MESSAGE} (1GiB)", str(server.max_message)
+        )
     observers = [server.observer_endpoint] if server.observer_endpoint else []
     for key, endpoints in (("endpoint", server.endpoints), ("observer_endpoint", observers)):
         for endpoint in endpoints:

@@ -14,7 +14,6 @@ DEFAULT_ENDPOINT = "ipc:///run/transferd/transferd.sock"
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 24 * 3600)]
-SecondsOrNever = Annotated[float, msgspec.Meta(ge=0, le=365 * 24 * 3600)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Extent = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # of a block in one direction
@@ -180,6 +179,7 @@ class MooncakeStorageSection(_ConfigSection, frozen=True, kw_only=True):
     protocol: Literal["tcp", "rdma"] = "tcp"
     rdma_devices: str = ""  # comma separated; "" = all
     global_segment_size: Size = Size(1024**3)  # memory lent to the pool; 0 = lend nothing
+    lender: str = ""  # host:port of `transferd pool lend` on this node, which lends that memory in the daemon's place
     segment_per_rank: bool = False  # lend that much for each rank that has ever been served at once, as FastDeploy does
     local_buffer_size: Size = Size(128 * 1024**2)
     replica_num: Positive = 1

@@ -14,6 +14,7 @@ import msgspec
 import tomli_w
 
 from transferd.config import sections
+from transferd.config.loading import of_tuning
 from transferd.config.sections import Config
 from transferd.config.size import Reserve, Size
 
@@ -27,17 +28,16 @@ EXAMPLES: dict[str, Any] = {
     "storage.level.NAME.promote": 2,
     "storage.attention_store.namespace": "my-model",
     "storage.attention_store.pod_name": "default_pod",
-    "storage.attention_store.total_timeout": 30.0,
 }
 
 
 def template(chosen: Mapping[str, Any] | None = None) -> str:
-    """Every section and key, commented out, with its default and its meaning.
+    """Every section and key but those of [tuning], commented out, with its default and its meaning.
 
     chosen: {"section.key": value} to write as active settings; all others stay comments.
     """
     chosen = dict(chosen or {})
-    lines = ["# transferd: every setting with its default. Uncomment what you want to change."]
+    lines = ["# transferd: the settings with their defaults. Uncomment what you want to change."]
     for section in msgspec.structs.fields(Config):
         needed = section.default is not None or any(key.startswith(f"{section.name}.") for key in chosen)
         lines += _section(section.name, _struct_in(section.type), chosen, optional=not needed)
@@ -58,7 +58,7 @@ def _section(name: str, kind: type[msgspec.Struct], chosen: dict[str, Any], *, o
         if inner := _struct_in(field.type):
             named = typing.get_origin(field.type) is dict
             nested.append((f"{key}.NAME" if named else key, inner, named or field.default is None))
-        else:
+        elif not of_tuning(key):
             yield _setting(key, field, comments.get(field.name, ""), chosen)
     for key, inner, may_be_absent in nested:
         yield from _section(key, inner, chosen, optional=may_be_absent)

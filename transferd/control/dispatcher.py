@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,10 @@ from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 
+AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-# Steps of the flight recorder, made once.
-ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}
+ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}  # steps of the flight recorder, made once
 DONE = {status: f"done: {status}" for status in Status}
 
 
@@ -103,6 +103,7 @@ class Dispatcher:
         self._recorder = recorder if recorder is not None else Recorder()
         self._records: dict[str, TaskState] = {}  # queued, running, cancelling
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
+        self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
         self._hazards = HazardTable(ranges)
@@ -129,8 +130,8 @@ class Dispatcher:
             ev.DeadlineReached: self._deadline_reached,
             ev.CacheWithdrawn: self._cache_withdrawn,
             ev.CacheReady: self._cache_ready,
-            ev.MappingsChanged: self._mappings_changed,
-            ev.HostEmptied: self._host_emptied,
+            ev.MappingsChanged: lambda event: self._contents.mappings(event.unmapped, event.outdated),
+            ev.HostEmptied: lambda _: self._contents.host_emptied(),
             ev.PauseRequested: self._pause_requested,
             ev.ResumeRequested: self._resume_requested,
             ev.DrainRequested: self._drain_requested,
@@ -177,14 +178,17 @@ class Dispatcher:
         return self._alarms.next()
 
     @property
-    def task_ids(self) -> list[str]:
-        """Ids of all tasks that are admitted and not yet answered."""
-        return list(self._records)
-
-    @property
     def admitted(self) -> Iterable[TaskState]:
         """All tasks that are admitted and not yet answered: a live view, so read it at once and do not change it."""
         return self._records.values()
+
+    def record(self, task_id: str) -> TaskState | None:
+        """An admitted task that is not yet answered; do not change it."""
+        return self._records.get(task_id)
+
+    def waits(self, client: bytes) -> int:
+        """For how many tasks a client waits."""
+        return len(self._waits.get(client, ()))
 
     @property
     def queued(self) -> int:
@@ -291,6 +295,7 @@ class Dispatcher:
         elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
             self._recorder.aside(task_id, "joined", event.client)
             record.waiters.append((event.client, event.seq))
+            self._waits.setdefault(event.client, {})[task_id] = record
         else:  # a straggling rank still holds its blocks, or it has too many waiters
             self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
         return True
@@ -311,6 +316,7 @@ class Dispatcher:
         )
         record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
+        self._waits.setdefault(event.client, {})[task.task_id] = record
         self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
         self._lanes.enter(record)
@@ -411,15 +417,17 @@ class Dispatcher:
     # --- ending early -------------------------------------------------------------------------------
 
     def _client_gone(self, event: ev.ClientGone) -> None:
-        abandoned = []
-        for record in self._records.values():
-            waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
-            if record.waiters and not waiters:  # this was the last client that waited
-                abandoned.append(record)
-            record.waiters = waiters
-        for record in reversed(abandoned):  # the newest first: the end of one would start those that wait for it
-            self._recorder.note(record.task_id, "no client waits", event.client)
-            self._end(record, Stop.CANCELLED, event.now)
+        waits = self._waits.get(event.client, {})
+        for _ in range(min(len(waits), AT_ONCE)):  # the newest first: the end of one would start those that wait for it
+            _, record = waits.popitem()
+            record.waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
+            if not record.waiters:  # this was the last client that waited
+                self._recorder.note(record.task_id, "no client waits", event.client)
+                self._end(record, Stop.CANCELLED, event.now)
+        if waits:
+            self._out.append(ev.Again(event))
+            return
+        self._waits.pop(event.client, None)
         for hold in self._gate.client_gone(event.client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()
@@ -492,12 +500,6 @@ class Dispatcher:
         self._hazards.grids = event.windows
         self._gate.memory_there()
 
-    def _mappings_changed(self, event: ev.MappingsChanged) -> None:
-        self._contents.mappings(event.unmapped, event.outdated)
-
-    def _host_emptied(self, _: ev.HostEmptied) -> None:
-        self._contents.host_emptied()
-
     def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
         self._recorder.aside("", "shutdown")
         self._gate.shut()
@@ -536,6 +538,9 @@ class Dispatcher:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
             self._out.append(ev.Reply(client, seq, result))
+            waits = self._waits.get(client, {})
+            if waits.pop(task_id, None) is not None and not waits:
+                del self._waits[client]  # one that waits twice has gone then
         self._out.append(ev.Publish(task, result))
         record.task, record.waiters = None, []
         del self._records[task_id]
@@ -546,11 +551,6 @@ class Dispatcher:
             self._start_ready()
         else:
             self._release(record)
-
-    def waiters(self, task_id: str) -> Sequence[tuple[bytes, int]]:
-        """Who waits for a task that has not ended: (client, seq)."""
-        record = self._records.get(task_id)
-        return () if record is None else record.waiters
 
     def _release(self, record: TaskState) -> None:
         """Release the task's blocks and start the tasks that waited for them."""

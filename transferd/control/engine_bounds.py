@@ -40,22 +40,28 @@ class Total:
     engines: list[EngineLoad] = field(default_factory=list)
 
     def refusal(self, asks: EngineLoad, prepared: Prepared) -> ErrorInfo | None:
-        """Why the asking engine may not admit this task now; None if it may."""
+        """Why the asking engine may not admit this task now; None if it may.
+
+        All engines are asked only for one that has its share already: others' tasks cost the same beside 1,000 engines.
+        """
         engines, lane = self.engines, prepared.lane
         share = len(engines)
         if share < 2:
             return None
-        queued, mine = sum(one.queued for one in engines), asks.queued
-        if queued >= self.max_queued and mine >= self.max_queued // share:
-            return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
-        held, mine = sum(one.argument_bytes for one in engines), asks.argument_bytes
-        if mine and held + prepared.arguments > self.max_queued_bytes and mine >= self.max_queued_bytes // share:
-            message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
-            return ErrorInfo("queue_full", message)
-        moving, mine = sum(one.bytes_under_way(lane) for one in engines), asks.bytes_under_way(lane)
-        if mine and moving + prepared.nbytes > self.max_bytes and mine >= self.max_bytes // share:
-            message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
-            return ErrorInfo("bytes_in_flight", message)
+        if (mine := asks.queued) >= self.max_queued // share:
+            queued = sum(one.queued for one in engines)
+            if queued >= self.max_queued:
+                return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
+        if (mine := asks.argument_bytes) >= max(1, self.max_queued_bytes // share):
+            held = sum(one.argument_bytes for one in engines)
+            if held + prepared.arguments > self.max_queued_bytes:
+                message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
+                return ErrorInfo("queue_full", message)
+        if (mine := asks.bytes_under_way(lane)) >= max(1, self.max_bytes // share):
+            moving = sum(one.bytes_under_way(lane) for one in engines)
+            if moving + prepared.nbytes > self.max_bytes:
+                message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
+                return ErrorInfo("bytes_in_flight", message)
         return None
 
 

@@ -244,4 +244,10 @@ class Unblock(msgspec.Struct, frozen=True):
     claim: Claim
 
 
-Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt | Unblock
+class Again(msgspec.Struct, frozen=True):
+    """Have this dispatcher hear an event again, after others have had their turn: there is more to do."""
+
+    event: ClientGone
+
+
+Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt | Unblock | Again

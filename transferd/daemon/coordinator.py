@@ -106,6 +106,7 @@ class Coordinator:
             ev.Publish: self._publish,
             ev.WakeAt: self._wake_at,
             ev.Unblock: self._unblock,
+            ev.Again: self._again,
         }
         dispatcher.notified_by(self._bytes_free)
 
@@ -225,7 +226,7 @@ class Coordinator:
 
     def cancel_running(self) -> int:
         """End all running tasks now, with what they have. Returns how many there were."""
-        task_ids = self._dispatcher.task_ids
+        task_ids = [record.task_id for record in self._dispatcher.admitted]
         for task_id in task_ids:
             self.cancel(task_id)
         return len(task_ids)
@@ -286,7 +287,9 @@ class Coordinator:
     def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
         if isinstance(instruction, ev.WakeAt):
             self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early; leads to the next WakeAt
-        elif isinstance(instruction, ev.Unblock) or (job is not None and self._jobs.get(job.task.task_id) is job):
+        elif isinstance(instruction, ev.Unblock | ev.Again) or (
+            job is not None and self._jobs.get(job.task.task_id) is job
+        ):
             self._carry_out([instruction])
 
     def _start(self, start: ev.Start) -> None:
@@ -366,6 +369,9 @@ class Coordinator:
         assert notify is not None
         notify(unblock.claim)
 
+    def _again(self, again: ev.Again) -> None:
+        asyncio.get_running_loop().call_soon(self._hear, again.event)
+
     def _bytes_free(self, claim: Claim) -> None:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
@@ -391,7 +397,8 @@ class Coordinator:
         """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
         job.parts.setdefault(layers, set()).add(rank)
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
-            for client, seq in self._dispatcher.waiters(job.task.task_id):
+            record = self._dispatcher.record(job.task.task_id)
+            for client, seq in () if record is None else record.waiters:
                 self.listeners.progressed(client, seq, layers)
 
     def rank_died(self, rank: int, cause: str) -> None:
@@ -447,4 +454,4 @@ def _task_id(instruction: ev.Instruction) -> str:
         return instruction.task.task_id
     if isinstance(instruction, ev.Reply):
         return instruction.result.task_id
-    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock) else instruction.task_id
+    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock | ev.Again) else instruction.task_id

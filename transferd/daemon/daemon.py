@@ -32,13 +32,14 @@ from transferd.daemon.stats import Parts
 from transferd.daemon.traffic import KeyTraffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
-from transferd.observability.report import Report, tree
+from transferd.observability.report import Report, parts_of, tree
 from transferd.observability.report_memory import ReportMemory
 from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics, Windows
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.loop_turns import finished
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.admission import second_use
 from transferd.storage.base import Storage
@@ -111,7 +112,7 @@ class Daemon:
         )
         self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
-        self._viewed = ReportMemory(self.report, clock)
+        self._viewed = ReportMemory(lambda: self._health.report(), clock)
         self.server = self._build_server()
         self.reports = self._build_reports(metrics)
         self._parts = Parts(
@@ -293,7 +294,7 @@ class Daemon:
 
     def report(self) -> Report:
         """The daemon's report as it is now."""
-        return self._health.report()
+        return finished(self._health.report())
 
     def stats(self) -> dict[str, Any]:
         """The report as plain data, for clients."""
@@ -369,7 +370,7 @@ def _build_peers(config: Config) -> PeerTransport | None:
 
 
 def _for_the_wire(report: Report) -> Any:
-    return encoded(tree(report))
+    return encoded(parts_of(report))
 
 
 def _plausible(name: str, nbytes: int) -> bool:  # noqa: ARG001 - no layout is known yet that would tell the length

@@ -22,7 +22,7 @@ from transferd.config.generation import generation_of
 from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
-from transferd.control.dispatcher import Dispatcher
+from transferd.control.dispatcher import Dispatcher, DispatchStatistics
 from transferd.control.engine_bounds import Total
 from transferd.control.order import Claim
 from transferd.daemon.belonging import digest
@@ -185,6 +185,7 @@ class HostedEngine:
             owner=self.owner,
             pieces=self._shared.pieces,
             looked_up=self._looked_up,
+            absent=(lambda _: None) if self.kv_events is None else self.kv_events.not_found,
             index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
@@ -372,9 +373,9 @@ class HostedEngine:
             return True if self.holders else None if self.registration is None else False
         return self._shared.clients.return_to(self.clients)
 
-    def ranks(self) -> list[RankReport]:
-        """Its ranks as a report has them."""
-        queued = {name: lane["queued"] for name, lane in self.dispatcher.statistics().lanes.items()}
+    def ranks(self, dispatch: DispatchStatistics) -> list[RankReport]:
+        """Its ranks as a report has them. dispatch: its dispatcher's statistics."""
+        queued = {name: lane["queued"] for name, lane in dispatch.lanes.items()}
         return [worker.statistics(queued, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
 
     async def end(self, why: ErrorInfo) -> None:

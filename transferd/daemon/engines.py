@@ -79,7 +79,7 @@ class Departed:
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
         self.tasks.update(dispatch.tasks)
-        self.lanes = together([self.lanes, of_engine(engine.ranks())])
+        self.lanes = together([self.lanes, of_engine(engine.ranks(dispatch))])
         self.rejects.update(dispatch.rejects)
         self.corrupt += sum(worker.corrupt for worker in engine.workers)
         self.missed += sum(worker.missed for worker in engine.workers)

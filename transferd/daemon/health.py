@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
@@ -37,10 +38,11 @@ class HealthCheck:
         self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
         self._pulse: asyncio.TimerHandle | None = None
 
-    def report(self) -> Report:
-        """The daemon's report as it is now, with what is wrong."""
+    def report(self) -> Generator[None, None, Report]:
+        """The daemon's report as it is now, with what is wrong, in pieces."""
         now = self._looked_at = self._now()
-        report = report_of(self._parts, self._tasks)
+        report = yield from report_of(self._parts, self._tasks)
+        yield
         report.storage.hit_share_1min = self._history.hit_share(report, now)
         self._history.add(report, now)
         self._watch.look(find(report, self._measured()), now)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -106,15 +107,19 @@ class Holdings:
         if self._engines.pop(engine.owner, None) is not None and keeper is not None:
             keeper.leave(engine.owner)
 
-    def report(self) -> list[HoldingReport]:
-        """The objects of each engine in storage, and those without an owner, the most bytes first."""
+    def report(self, level: str = "") -> list[HoldingReport]:
+        """The objects of each engine in storage, and those without an owner, the most bytes first. level: in one."""
         keeper = self._own_keeper
+        keeper = keeper.of_level(level) if keeper and level else keeper
         found = [] if keeper is None else [one for one in keeper.holdings() if one.objects or one.bytes or one.share]
         rows = []
         for one in sorted(found, key=lambda one: -one.bytes):
             owner = one.owner if isinstance(one.owner, EngineOwner) else EngineOwner("")
-            there = owner in self._engines
-            rows.append(HoldingReport(owner.engine, owner.uid, there, one.objects, one.bytes, one.share, one.pinned))
+            evicted = Counter[str]()
+            for by, number in one.evicted.items():
+                evicted[by.engine if isinstance(by, EngineOwner) and by in self._engines else ""] += number
+            figures = (one.objects, one.bytes, one.share, one.pinned, dict(evicted))
+            rows.append(HoldingReport(owner.engine, owner.uid, owner in self._engines, *figures))
         return rows
 
     # --- pins ---------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ A row of `tasks` is an active task, one that has ended, or one that was refused:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,12 +50,12 @@ class Listing:
         """
         if which == "failed":
             return self._failed(limit, engine)
-        under_way = self._admitted(engine)
+        under_way = self._admitted(limit, engine)
         if which == "running":
-            return self._under_way(under_way[:limit])
+            return self._under_way(under_way)
         now, recent = self._now(), _only(engine, self._ended.recent)
         if which == "slow":
-            rows = self._under_way(under_way[:limit])
+            rows = self._under_way(under_way)
             slowest = sorted(recent, key=lambda ended: ended.seconds, reverse=True)
             rows += [_ended(one, now) for one in slowest[:limit]]
             return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:limit]
@@ -63,8 +65,13 @@ class Listing:
 
     def oldest_running(self, at_least_s: float) -> tuple[float, str]:
         """For how long the oldest running task has been admitted, and what it waits for; (0, "") if not that long."""
-        running = (pair for pair in self._admitted() if pair[1].state is not State.QUEUED)
-        oldest = next(running, None)
+        running = (
+            (engine, record)
+            for engine in self._engines.all
+            for task_id in engine.barrier.rounds
+            if (record := engine.dispatcher.record(task_id)) is not None
+        )
+        oldest = min(running, key=_since, default=None)
         if oldest is None or (for_s := self._now() - oldest[1].admitted_at) < at_least_s:
             return 0.0, ""
         (row,) = self._under_way([oldest])
@@ -73,7 +80,7 @@ class Listing:
     def timeline(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._now(), _only(engine, self._ended.recent)
-        rows = [row | {"stages": []} for row in self._under_way(self._admitted(engine)[: limit // 2])]
+        rows = [row | {"stages": []} for row in self._under_way(self._admitted(limit // 2, engine))]
         for one in list(reversed(recent))[: limit - len(rows)]:
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
             rows.append(_ended(one, now) | {"stages": stages})
@@ -81,18 +88,15 @@ class Listing:
 
     def clients(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
         """At most `limit` clients, the oldest first; `tasks`: how many it waits for. engine: as in `tasks`."""
-        waits: dict[str, int] = {}
-        for _, record in self._admitted():
-            for client, _ in record.waiters:
-                waits[client.decode()] = waits.get(client.decode(), 0) + 1
-        rows = self._clients.rows(limit, self._now(), engine)
-        return [row | {"tasks": waits.get(row["client"], 0)} for row in rows]
+        rows, engines = self._clients.rows(limit, self._now(), engine), self._engines.all
+        each = [sum(one.dispatcher.waits(row["client"].encode()) for one in engines) for row in rows]
+        return [row | {"tasks": tasks} for row, tasks in zip(rows, each, strict=True)]
 
-    def _admitted(self, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
-        """The admitted tasks with their engines, the oldest first."""
+    def _admitted(self, limit: int, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
+        """At most `limit` admitted tasks with their engines, the oldest first."""
         engines = [one for one in self._engines.all if engine in ("", one.name)]
-        found = [(one, record) for one in engines for record in one.dispatcher.admitted]
-        return sorted(found, key=lambda pair: pair[1].admitted_at)
+        each = (zip(itertools.repeat(one), one.dispatcher.admitted) for one in engines)
+        return list(itertools.islice(heapq.merge(*each, key=_since), limit))
 
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:
         now = self._now()
@@ -104,8 +108,9 @@ class Listing:
         return sorted(rows, key=lambda row: row["ended_s"])[:limit]
 
     def _under_way(self, found: list[tuple[HostedEngine, TaskState]]) -> list[dict[str, Any]]:
-        """Rows of active tasks, with the newest step of each rank, from one pass through the recorder."""
-        steps = self._recorder.last_steps({(engine.name, record.task_id) for engine, record in found})
+        """Rows of active tasks, with the newest step of each rank, from one pass through the recorder if any runs."""
+        running = {(engine.name, record.task_id) for engine, record in found if record.state is not State.QUEUED}
+        steps = self._recorder.last_steps(running)
         return [self._waiting(engine, record, steps.get((engine.name, record.task_id), {})) for engine, record in found]
 
     def _waiting(self, engine: HostedEngine, record: TaskState, steps: dict[int, str]) -> dict[str, Any]:
@@ -133,6 +138,10 @@ class Listing:
             ranks=ranks,
             engine=engine.name,
         )
+
+
+def _since(pair: tuple[HostedEngine, TaskState]) -> float:
+    return pair[1].admitted_at
 
 
 def _only(engine: str, ended: Iterable[Ended]) -> list[Ended]:

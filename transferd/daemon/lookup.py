@@ -37,6 +37,7 @@ class Lookup:
     tokens: the token-indexed storage, if any.
     index: returns the open token index, up to date.
     pieces: the turns of all engines' long look-ups.
+    absent: called with the keys that a look-up has not found.
     looked_up: called with the number of blocks of each look-up, how many of them could be loaded, their keys (none of
         token-indexed storage), and the position of the first one that could not.
     """
@@ -54,6 +55,7 @@ class Lookup:
         owner: Hashable = None,
         pieces: OneATurn | None = None,
         looked_up: LookedUp = lambda blocks, found, keys, missing: None,  # noqa: ARG005 - nobody counts
+        absent: Callable[[Sequence[str]], None] = lambda keys: None,  # noqa: ARG005 - nobody has announced them
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -66,6 +68,7 @@ class Lookup:
         self._block_size = dispatcher.limits.token_block
         self._pieces = pieces or OneATurn()
         self._looked_up = looked_up
+        self._absent = absent
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
@@ -92,6 +95,8 @@ class Lookup:
             asked.start = len(found)  # all of them are one chain
             by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
             found += [all(there) for there in zip(*by_rank, strict=True)]
+        if not all(found):
+            self._absent([key for key, there in zip(keys, found, strict=True) if not there])
         return found
 
     async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:

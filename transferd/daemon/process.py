@@ -50,7 +50,7 @@ def serve(config: Config, *, reload: Callable[[], Config] | None = None, warning
     interpreter would wait for the call, or free the memory that it uses.
 
     reload: reads the configuration again, for SIGHUP (see reload.py).
-    warnings: sentences about the configuration for the log (config.retired).
+    warnings: sentences about the configuration for the log (config.outdated).
 
     The caller must block the dump signals before any thread exists (signals.hold_dump_signals).
 

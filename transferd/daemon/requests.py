@@ -7,6 +7,7 @@ engine's coordinator, cache and look-ups, or the holdings and prefetches of all 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import traceback
 from collections.abc import Callable, Coroutine
@@ -36,7 +37,7 @@ MAX_HANDLE = 1024**2  # bytes of an offer's data; 61 layers of 5 arrays take 40 
 class Requests:
     """See the module. Borrows the daemon's parts.
 
-    stats: returns the report.
+    stats: returns the report, or a future of it.
     explain: returns a task's story; takes its id, its engine or "", and the client's engine; raises RequestError.
     """
 
@@ -200,7 +201,8 @@ class Requests:
     # --- reports ------------------------------------------------------------------------------------
 
     def stats(self, _peer: bytes, _: wire.Stats) -> Any:
-        return self._report()
+        answer = self._report()
+        return functools.partial(_of, answer) if isinstance(answer, asyncio.Future) else answer
 
     def explain(self, peer: bytes, explain: wire.Explain) -> dict[str, Any]:
         return self._story(explain.task_id, explain.engine, self._clients[peer].engine_name)
@@ -214,6 +216,10 @@ class Requests:
 
     def clients(self, _peer: bytes, clients: wire.ListClients) -> list[dict[str, Any]]:
         return self._listing.clients(clients.limit, clients.engine)
+
+
+async def _of(answer: asyncio.Future[Any]) -> Any:
+    return await answer
 
 
 def held_bytes(body: wire.ControlRequest) -> int:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, Protocol
 from transferd.blocks.formats import ObjectFormat
 from transferd.control.dispatcher import Dispatcher
 from transferd.observability.key_trace import KeyTrace
+from transferd.observability.recorder import Recorder
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import InPieces
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Noted, Storage
 from transferd.storage.queues import STORED, EngineOwner
@@ -84,6 +86,7 @@ class LooksUp(Protocol):
     objects: ObjectFormat
     workers: list[RankWorker]
     dispatcher: Dispatcher
+    recorder: Recorder
 
     @property
     def block_size(self) -> int:
@@ -104,7 +107,7 @@ class KeyTraffic:
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
         self._storage, self.admission = storage, admission
         self._now = clock.monotonic
-        self._what_if = WhatIf(clock.monotonic)
+        self._what_if, self._following = WhatIf(clock.monotonic), InPieces()
         self._history = KeyHistory(clock.monotonic)
         self.trace = KeyTrace(clock.monotonic)
         self._missed: dict[str, _Missed] = {}
@@ -114,19 +117,24 @@ class KeyTraffic:
 
     # --- what engines do ----------------------------------------------------------------------------
 
-    def looked_up(self, engine: LooksUp, keys: Sequence[str], missing: int | None) -> None:
-        """Note a look-up of a chain of blocks. missing: the position of the first one that is not there."""
-        self._what_if.looked_up(engine.name, keys, self._came(engine))
+    def looked_up(self, engine: LooksUp, keys: Sequence[str], missing: int | None) -> str:
+        """Note a look-up of a chain of blocks. missing: the position of the first one that is not there.
+
+        Returns why that one is missing: one of MISSED_FOR, or "" if none is.
+        """
+        self._following.run(self._what_if.looked_up(engine.name, keys, self._came(engine)))
         self.trace.looked_up(engine.name, keys, engine.block_size)
         missed = self._missed.setdefault(engine.name, _Missed())
         if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
             missed.generations.append(engine.dispatcher.generation)
         if missing is None:
-            return
+            return ""
         minute = int(self._now() // 60)
         if not missed.minutes or missed.minutes[-1][0] != minute:
             missed.minutes.append((minute, Counter()))
-        missed.minutes[-1][1][self._why(engine, keys[missing])] += 1
+        why = self._why(engine, keys[missing])
+        missed.minutes[-1][1][why] += 1
+        return why
 
     def ended(self, engine: LooksUp, task: Task, result: TaskResult, *, asks: bool) -> None:
         """Note a task that was answered. asks: the engine looks up what it reads."""
@@ -135,12 +143,22 @@ class KeyTraffic:
             return
         done = len(result.block_ids)
         if task.lane is Lane.WRITE and done:
-            self._what_if.stored(engine.name, keys[:done], self._came(engine))
-        elif task.lane is Lane.READ and not asks and result.error is None:
-            self.looked_up(engine, keys, done if done < len(keys) else None)
+            self._following.run(self._what_if.stored(engine.name, keys[:done], self._came(engine)))
+        elif task.lane is Lane.READ and result.error is None:
+            missing = done if done < len(keys) else None
+            why = "" if asks else self.looked_up(engine, keys, missing)
+            if missing is not None:
+                why = why or self._why(engine, keys[missing])
+                (name,) = self._names(engine, engine.dispatcher.generation, keys[missing], 1)
+                events = (one for one in self._story(name) if one["what"] == why)  # none for reasons of other kinds
+                left = min(
+                    events, key=lambda one: float(one["ago_s"]), default=dict.fromkeys(("level", "engine", "ago_s"))
+                )
+                level, whom, ago = left["level"], left["engine"], left["ago_s"]
+                engine.recorder.note(task.task_id, "missed", missing, why, level, whom, ago)
 
     def left(self, engine: str) -> None:
-        self._what_if.left(engine)
+        self._following.run(self._what_if.left(engine))
         self._missed.pop(engine, None)
         self._engines.pop(engine, None)
 

@@ -52,7 +52,7 @@ _REMEDIES = {
     "stopping": "Nothing: the daemon admits no new tasks, and ends when the running ones have ended.",
     "straggling": "Find the copy or call that hangs: `transferd explain ID` of those tasks, then restart the daemon.",
     "event_loop_late": "Give the daemon CPU time of its own, and look for swapping.",
-    "reload_refused": "Correct the file (`transferd check-config`) and reload: a restart would not start.",
+    "reload_refused": "Correct the file (`transferd config check`) and reload: a restart would not start.",
     "tasks_refused": "See `transferd tasks --running` for what tasks wait for; server.max_queued_tasks is the bound.",
     "store_lost": "Mount the disk, or find out who removed the directory. It returns unless another daemon uses it.",
     "disk_failed": "Repair or mount the disk: it is tried now and then, and the others go on without it.",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 Kinds = Mapping[str, KindReport]
 _COUNTS = ("queued", "running", "done", "failed")
+_RATES = ("tasks_per_s", "bytes_per_s", "tasks_per_s_1min", "bytes_per_s_1min", "p50_s", "p99_s")
 
 
 def of_engine(ranks: Sequence[RankReport]) -> dict[str, KindReport]:
@@ -48,26 +49,12 @@ def added(kinds: Iterable[KindReport]) -> KindReport:
 def with_rates(kind: KindReport, recent: Recent) -> KindReport:
     if not recent.tasks_per_s_1min:
         return kind
-    return msgspec.structs.replace(
-        kind,
-        tasks_per_s=recent.tasks_per_s,
-        bytes_per_s=recent.bytes_per_s,
-        tasks_per_s_1min=recent.tasks_per_s_1min,
-        bytes_per_s_1min=recent.bytes_per_s_1min,
-        p50_s=recent.p50_s,
-        p99_s=recent.p99_s,
-    )
+    return msgspec.structs.replace(kind, **{field: getattr(recent, field) for field in _RATES})
 
 
 def shown(report: Report, engine: str = "") -> dict[str, KindReport]:
-    """The kinds of tasks to show, of one engine or ("") of all: the main ones, and those that have had a task.
-
-    A daemon of a version before these figures reports ranks only; then there are no rates.
-    """
+    """The kinds of tasks to show, of one engine or ("") of all: the main ones, and those that have had a task."""
     kinds: Kinds = report.engines[engine].lanes if engine in report.engines else report.lanes
-    if not kinds:
-        names = dict.fromkeys(rank.engine for rank in report.ranks if engine in ("", rank.engine))
-        kinds = together(of_engine([rank for rank in report.ranks if rank.engine == name]) for name in names)
     return {name: kind for name, kind in kinds.items() if name in MAIN_LANES or _busy(kind)}
 
 

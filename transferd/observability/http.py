@@ -53,7 +53,7 @@ class Page:
 
 
 Route = Callable[[], Page | asyncio.Future[Page]]
-Asked = Callable[[str], Page]  # called with the query string
+Asked = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
 
 
 class HttpServer:

@@ -68,6 +68,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "stopping": ("reason",),
     "no client waits": ("client",),  # the last waiting client has gone
     "slack used up": (),  # ranks that have not arrived become stragglers
+    "missed": ("block", "why", "level", "engine", "ago_s"),  # its first block that was not there, and when that left
     "corrupt object": ("rank", "name", "reason"),
     "error": ("rank", "code", "problem"),
     "cause": ("code", "problem"),  # of its answer

@@ -30,7 +30,7 @@ REJECTS = (
     "too_often",
 )
 ERRORS = ("storage_full", "expired")
-EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock")
+EFFECTS = ("Start", "StopTask", "ExpireRound", "Reply", "Publish", "WakeAt", "Unblock", "Again")
 # Why the first missing block of a look-up was not there: it has left its last level, or was never in one.
 MISSED_FOR = (
     *("never_stored", "evicted", "purged", "damaged", "gone"),
@@ -193,6 +193,7 @@ class HoldingReport(ReportSection):
     bytes: Annotated[int, Gauge("stored for it, or being stored")] = 0
     share: Annotated[int, Gauge("bytes kept for it: below that, others evict nothing of it", "share_bytes")] = 0
     pinned: Annotated[int, Gauge("bytes that it has pinned", "pinned_bytes")] = 0
+    evicted: Annotated[Counts, Count("its objects evicted, by the engine that needed their room", label="by")] = {}
 
     @property
     def present(self) -> str:
@@ -290,6 +291,9 @@ class LevelReport(StoreFigures):
     state: str = "used"  # used, draining (`transferd level drain`), drained
     draining_bytes: int = 0  # that have yet to be looked at, and copied if only this level has them
     available: Annotated[bool, Gauge("whether calls go there")] = True
+    holdings: Annotated[
+        list[HoldingReport], Sections("storage_level_engine_", {"engine": "present"})
+    ] = []  # what it has of each engine, the most bytes first
 
 
 class StorageReport(StoreFigures):
@@ -436,10 +440,11 @@ class EngineReport(ReportSection):
     tasks: Annotated[Counts, Count("its answered tasks, by final status", "", "status", STATUSES)] = {}
     queued: Annotated[int, Gauge("its tasks that are queued", "tasks_queued")] = 0
     running: Annotated[int, Gauge("its tasks that run", "tasks_running")] = 0
-    straggling: int = 0  # answered tasks that a rank still works on
+    straggling: Annotated[int, Gauge("its answered tasks that a rank still works on", "tasks_straggling")] = 0
     paused: Annotated[bool, Gauge("whether a pause is held")] = False
     draining: bool = False  # a drain is held, or it leaves
-    rejects: dict[str, int] = {}  # tasks refused, by code
+    rejects: Annotated[Counts, Count("its tasks refused, by code", label="code")] = {}
+    errors: Annotated[Counts, Count("its admitted tasks that ended with an error", "task_errors", "code")] = {}
     hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
     misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
     missed_for: Annotated[
@@ -491,6 +496,9 @@ class Report(ReportSection):
     pid: int | UnsetType = UNSET  # its process
     boot_id: str = ""  # one life of a daemon process
     uptime_s: Annotated[float, Gauge("seconds since the start", "uptime_seconds")] = 0.0
+    loop_longest_s: Annotated[
+        float, Gauge("the longest step of the event loop since the start, in CPU seconds", "loop_longest_step_seconds")
+    ] = 0.0
     ready: bool = False  # tasks are served; without [cache], engines may register
     host_name: str = ""  # of the machine, or of the container
     endpoint: list[str] = []  # where it listens
@@ -548,10 +556,16 @@ class Report(ReportSection):
 
 def tree(report: Report) -> dict[str, Any]:
     """The report as plain data."""
-    data: dict[str, Any] = msgspec.to_builtins(report, enc_hook=_plain)
-    storage = data["storage"]
-    storage |= storage.pop("other")
+    data: dict[str, Any] = msgspec.to_builtins(parts_of(report), enc_hook=_plain)
     return data
+
+
+def parts_of(report: Report) -> dict[str, Any]:
+    """The sections of `tree`, still as structs: to be encoded in one go."""
+    parts = {name: part for name in report.__struct_fields__ if (part := getattr(report, name)) is not UNSET}
+    storage = msgspec.to_builtins(report.storage, enc_hook=_plain)
+    parts["storage"] = storage | storage.pop("other")
+    return parts
 
 
 def _plain(value: Any) -> Any:

@@ -1,16 +1,19 @@
 """The newest report, and what was made of it, for all viewers: looking costs the daemon a share of its time at most.
 
-While reports are cheap and few are asked for, each viewer gets a new one. Beyond that all get the same one, which is at
-most EVERY_S old. `clock.cpu` measures what they cost, so a busy machine makes none older.
+While reports are cheap and few are asked for, each viewer gets a new one, at once. Beyond that all get the same one,
+which is at most EVERY_S old. One that costs much, of many engines, is made in pieces, in several turns of the event
+loop: whoever comes meanwhile waits for it. `clock.cpu` measures what they cost, so a busy machine makes none older.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar, cast
 
 from transferd.observability.report import Report
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import PIECE_S, finished
 
 T = TypeVar("T")
 
@@ -20,34 +23,77 @@ SHARE, BURST_S = 0.1, 0.2  # of CPU for all others
 
 
 class ReportMemory:
-    """One for the daemon. make: returns a new report."""
+    """One for the daemon. make: makes a new report in pieces."""
 
-    def __init__(self, make: Callable[[], Report], clock: Clock) -> None:
+    def __init__(self, make: Callable[[], Generator[None, None, Report]], clock: Clock) -> None:
         self._make = make
         self._now, self._cpu = clock.monotonic, clock.cpu
         self._report: Report | None = None
+        self._making: asyncio.Task[Report] | None = None
         self._made: dict[Callable[[Report], Any], Any] = {}
         self._at = self._cost = 0.0
         self._left, self._filled_at = BURST_S, self._now()
 
-    def report(self) -> Report:
-        """A report that is new, or at most EVERY_S old."""
+    def report(self) -> Report | asyncio.Future[Report]:
+        """A report that is new, or at most EVERY_S old; one that costs much comes later."""
         now = self._now()
         self._left = min(BURST_S, self._left + (now - self._filled_at) * SHARE)
         self._filled_at = now
-        old = self._report is None or now - self._at >= EVERY_S
-        if old or (self._left > 0 and self._cost < CHEAP_S):
-            self._made.clear()
-            began = self._cpu()
-            self._report, self._at = self._make(), now
-            self._cost = self._cpu() - began
-            self.spend(self._cost)
+        old, costly = self._report is None or now - self._at >= EVERY_S, self._cost >= CHEAP_S
+        if costly and old:
+            if self._making is None:
+                self._making = asyncio.ensure_future(self._in_turns())
+            return asyncio.shield(self._making)
+        if old or (self._left > 0 and not costly):
+            self.now()
         assert self._report is not None
         return self._report
 
-    def made(self, render: Callable[[Report], T]) -> T:
+    def now(self) -> Report:
+        """A new report, at once."""
+        began, at = self._cpu(), self._now()
+        report = finished(self._make())
+        self._keep(report, at, self._cpu() - began)
+        return report
+
+    async def _in_turns(self) -> Report:
+        made, at, cost = self._make(), self._now(), 0.0
+        try:
+            while True:
+                began = self._cpu()
+                try:
+                    next(made)
+                    while self._cpu() - began < PIECE_S:
+                        next(made)
+                except StopIteration as end:
+                    report = cast("Report", end.value)
+                    self._keep(report, at, cost + self._cpu() - began)
+                    return report
+                cost += self._cpu() - began
+                await asyncio.sleep(0)
+        finally:
+            self._making = None
+
+    def _keep(self, report: Report, at: float, cost: float) -> None:
+        self._made.clear()
+        self._report, self._at, self._cost = report, at, cost
+        self.spend(cost)
+
+    def made(self, render: Callable[[Report], T]) -> T | asyncio.Future[T]:
         """What `render` makes of a report; once for each report."""
         report = self.report()
+        return (
+            asyncio.ensure_future(self._later(report, render))
+            if isinstance(report, asyncio.Future)
+            else self._of(report, render)
+        )
+
+    async def _later(self, coming: asyncio.Future[Report], render: Callable[[Report], T]) -> T:
+        return self._of(await coming, render)
+
+    def _of(self, report: Report, render: Callable[[Report], T]) -> T:
+        if report is not self._report:  # a newer one has come since
+            return render(report)
         if render not in self._made:
             began = self._cpu()
             self._made[render] = render(report)

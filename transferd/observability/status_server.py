@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from transferd.observability.concerns import concerns
+import msgspec
+
 from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
 from transferd.observability.page import PageParts, front_page, live_page, story_page
-from transferd.observability.report import Report, tree
+from transferd.observability.report import Report, parts_of, tree
 from transferd.observability.report_memory import ReportMemory
 from transferd.observability.task_log import TaskMetrics
 from transferd.runtime.descriptors import spare
@@ -86,7 +86,7 @@ class StatusServer:
 
     def metrics(self) -> bytes:
         """The text of /metrics, as it is now."""
-        return self._prepare()(self._reports.report())()
+        return self._prepare()(self._reports.now())()
 
     def _prepare(self) -> Callable[[Report], Callable[[], bytes]]:
         if self._exposition is None:
@@ -96,8 +96,14 @@ class StatusServer:
         return self._exposition
 
     def _metrics(self) -> asyncio.Future[Page]:
-        """The text is made in a thread, once for each report; it takes much longer than the report."""
         report = self._reports.report()
+        return asyncio.ensure_future(self._later(report)) if isinstance(report, asyncio.Future) else self._text(report)
+
+    async def _later(self, coming: asyncio.Future[Report]) -> Page:
+        return await self._text(await coming)
+
+    def _text(self, report: Report) -> asyncio.Future[Page]:
+        """The text is made in a thread, once for each report; it takes much longer than the report."""
         if self._exposed is None or (self._exposed[0] is not report and self._exposed[1].done()):
             text = self._prepare()(report)
             self._exposed = report, asyncio.ensure_future(self._in_thread(text))
@@ -120,16 +126,18 @@ class StatusServer:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
-    def _live(self, live: PageParts, query: str) -> Page:
-        return live_page({"not_ready": self._not_ready(), **self._reports.made(_shown)}, live, query)
+    def _live(self, live: PageParts, query: str) -> Page | asyncio.Future[Page]:
+        shown = self._reports.made(tree)
+        if isinstance(shown, asyncio.Future):
+            return asyncio.ensure_future(self._live_later(shown, live, query))
+        return live_page({"not_ready": self._not_ready(), "report": shown}, live, query)
 
-    def _status(self) -> Page:
+    async def _live_later(self, shown: asyncio.Future[dict[str, Any]], live: PageParts, query: str) -> Page:
+        return live_page({"not_ready": self._not_ready(), "report": await shown}, live, query)
+
+    def _status(self) -> Page | asyncio.Future[Page]:
         return self._reports.made(_status)
 
 
-def _shown(report: Report) -> dict[str, Any]:
-    return {"report": tree(report), "concerns": concerns(report)}
-
-
 def _status(report: Report) -> Page:
-    return Page(json.dumps(tree(report), default=str).encode() + b"\n", "application/json")
+    return Page(msgspec.json.encode(parts_of(report), enc_hook=str) + b"\n", "application/json")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -76,7 +76,7 @@ class TaskLog:
 
     observers: called in order for each ended task, on the event loop; they must not raise.
     leaving: called with the name of an engine that has left.
-    errors: how many ended with an error, by code.
+    errors: how many ended with an error, by engine and code; "" has those of engines that have left.
     found, missing: blocks of look-ups by engine; "" has those of engines that have left. An engine that asks no
     look-ups looks its blocks up by reading them.
     """
@@ -93,7 +93,7 @@ class TaskLog:
         self._leaving = tuple(leaving)
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
-        self.errors: Counter[str] = Counter()
+        self.errors: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._now = clock.monotonic
         self._observers = tuple(observers)
 
@@ -117,7 +117,7 @@ class TaskLog:
         if result.status in _BAD or failed:
             self.failed.append(entry)
         if failed and result.error is not None:
-            self.errors[result.error.code] += 1
+            self.errors[engine][result.error.code] += 1
         if task.lane is Lane.READ and engine not in self._asking and result.status in _LOOKED_UP:
             self._count(engine, task.blocks, len(result.block_ids))
         for observer in self._observers:
@@ -141,6 +141,7 @@ class TaskLog:
         self._asking.discard(engine)
         for counts in (self.found, self.missing):
             counts[""] += counts.pop(engine, 0)
+        self.errors[""] += self.errors.pop(engine, Counter())
         for leaves in self._leaving:
             leaves(engine)
 

@@ -9,7 +9,8 @@ falls. Distances and counts are scaled up by the sampled share, and the error of
 taken back (SHARDS-adj). docs/sizing.md says how far it can be trusted.
 
 As in the store (lru.py), a use puts the root of its chain last in line, and a chain ends at the first block that is not
-there. All engines share the order. It takes less than a MiB, and about a tenth of a microsecond for each key.
+there. All engines share the order. It takes less than a MiB, and about a tenth of a microsecond for each key. A chain
+is noted in pieces, so that the event loop may do other things meanwhile.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from heapq import heappop, heappush
 
 MOST = 4096  # keys that are followed
 SPACE, LAST = 1 << 24, (1 << 24) - 1  # of hashes
 NUMBER_BITS, NUMBER = 16, (1 << 16) - 1  # of an engine
+PIECE = 1024  # keys: a tenth of a millisecond, or a few where all of them are followed
 HALVES_S = 3600.0  # after so long, what came before counts half as much
 
 
@@ -32,14 +34,13 @@ class _Seen:
     reused: how many were used before, by their reuse distance in bytes, rounded.
     """
 
-    __slots__ = ("asked", "block", "number", "order", "reused", "sampled")
+    __slots__ = ("asked", "block", "number", "reused", "sampled")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, block: int) -> None:
         self.number = number
+        self.block = block  # bytes
         self.asked = self.sampled = 0.0
         self.reused: defaultdict[int, float] = defaultdict(float)
-        self.order: list[int] = []  # the times of the last uses of its followed keys, ascending
-        self.block = 0  # bytes
 
 
 class WhatIf:
@@ -53,6 +54,8 @@ class WhatIf:
         self._threshold = SPACE
         self._time = 0
         self._engines: dict[str, _Seen] = {}
+        self._orders: dict[int, list[int]] = {}  # the times of the last uses of followed keys, ascending, by block size
+        self._sizes: dict[int, int] = {}  # the block size of each engine, by its number
         self._numbers = itertools.count()  # of engines
         self._last: dict[int, int] = {}  # the time of each followed key's last use, by hash and engine (_place)
         self._largest: list[int] = []  # the places of followed keys, negative, so that the largest hash comes first
@@ -60,30 +63,47 @@ class WhatIf:
 
     # --- what engines do ----------------------------------------------------------------------------
 
-    def looked_up(self, engine: str, keys: Sequence[str], block: int) -> None:
-        """Note a look-up of a chain, root to leaf. block: bytes of a stored block, all ranks together."""
+    def looked_up(self, engine: str, keys: Sequence[str], block: int) -> Generator[None, None, None]:
+        """Note a look-up of a chain, root to leaf, in pieces. block: bytes of a stored block, all ranks together."""
         self._age()
-        seen, followed, farthest = self._of(engine, block), self._followed(keys), 0.0
+        seen, followed, farthest = self._of(engine, block), list[int](), 0.0
         seen.asked += len(keys)
-        seen.sampled += self._scale * len(followed)
-        for key in followed:
-            time = self._last.get(_place(key, seen))
-            if time is None:
-                break  # what comes behind it is of no use
-            farthest = max(farthest, self._since(time))
-            seen.reused[_rounded(farthest)] += self._scale
-        self._use(seen, [key for key in followed if _place(key, seen) in self._last])
+        there = True  # what comes behind the first one that is not there is of no use
+        for start in range(0, len(keys), PIECE):
+            some = self._followed(keys[start : start + PIECE])
+            seen.sampled += self._scale * len(some)
+            for key in some if there else ():
+                time = self._last.get(_place(key, seen))
+                if time is None:
+                    there = False
+                    break
+                farthest = max(farthest, self._since(time))
+                seen.reused[_rounded(farthest)] += self._scale
+            followed += some
+            yield
+        yield from self._use(seen, followed, known=True)
 
-    def stored(self, engine: str, keys: Sequence[str], block: int) -> None:
-        """Note that these blocks of a chain were stored, or were there."""
-        seen = self._of(engine, block)
-        self._use(seen, self._followed(keys))
+    def stored(self, engine: str, keys: Sequence[str], block: int) -> Generator[None, None, None]:
+        """Note in pieces that these blocks of a chain were stored, or were there."""
+        seen, followed = self._of(engine, block), list[int]()
+        for start in range(0, len(keys), PIECE):
+            followed += self._followed(keys[start : start + PIECE])
+            yield
+        yield from self._use(seen, followed)
 
-    def left(self, engine: str) -> None:
-        """Forget an engine."""
+    def left(self, engine: str) -> Generator[None, None, None]:
+        """Forget an engine: one piece."""
+        self._forget(engine)
+        yield
+
+    def _forget(self, engine: str) -> None:
         if (seen := self._engines.pop(engine, None)) is not None:
-            self._last = {place: time for place, time in self._last.items() if place & NUMBER != seen.number}
+            gone = {time for place, time in self._last.items() if place & NUMBER == seen.number}
+            self._last = {place: time for place, time in self._last.items() if time not in gone}
             self._largest = sorted(-place for place in self._last)  # a sorted list is a heap
+            if (order := self._orders.pop(seen.block, None)) and (left := [time for time in order if time not in gone]):
+                self._orders[seen.block] = left
+            del self._sizes[seen.number]
 
     # --- what would be ------------------------------------------------------------------------------
 
@@ -92,7 +112,8 @@ class WhatIf:
 
         capacities: ascending. engine: only its look-ups; the others' blocks take room all the same.
         """
-        each = [seen for name, seen in self._engines.items() if engine in (None, name)]
+        seen = None if engine is None else self._engines.get(engine)
+        each = list(self._engines.values()) if engine is None else [] if seen is None else [seen]
         asked = sum(seen.asked for seen in each)
         if not asked:
             return []
@@ -111,9 +132,12 @@ class WhatIf:
 
     def _of(self, engine: str, block: int) -> _Seen:
         seen = self._engines.get(engine)
+        if seen is not None and seen.block != block:
+            self._forget(engine)
+            seen = None
         if seen is None:
-            seen = self._engines[engine] = _Seen(next(self._numbers) & NUMBER)
-        seen.block = block
+            seen = self._engines[engine] = _Seen(next(self._numbers) & NUMBER, block)
+            self._sizes[seen.number] = block
         return seen
 
     def _followed(self, keys: Sequence[str]) -> list[int]:
@@ -122,28 +146,34 @@ class WhatIf:
 
     def _since(self, time: int) -> float:
         """Bytes that were used since then, by all engines."""
-        each = self._engines.values()
-        return self._scale * sum((len(one.order) - bisect_left(one.order, time)) * one.block for one in each)
+        each = self._orders.items()
+        return self._scale * sum((len(order) - bisect_left(order, time)) * block for block, order in each)
 
-    def _use(self, seen: _Seen, keys: Sequence[int]) -> None:
-        for key in reversed(keys):
+    def _use(self, seen: _Seen, keys: Sequence[int], *, known: bool = False) -> Generator[None, None, None]:
+        """known: only of keys that are followed already."""
+        order = self._orders.setdefault(seen.block, [])
+        for number, key in enumerate(reversed(keys), 1):
             place = _place(key, seen)
             before = self._last.get(place)
-            self._time += 1
-            self._last[place] = self._time
-            if before is None:
-                heappush(self._largest, -place)
-            else:
-                del seen.order[bisect_left(seen.order, before)]
-            seen.order.append(self._time)
-        while len(self._last) > self._most:
-            self._forget_largest()
+            if before is not None or not known:
+                self._time += 1
+                self._last[place] = self._time
+                if before is None:
+                    heappush(self._largest, -place)
+                else:
+                    del order[bisect_left(order, before)]
+                order.append(self._time)
+            if number % PIECE == 0:
+                self._forget_most()
+                yield
+        self._forget_most()
 
-    def _forget_largest(self) -> None:
-        place = -heappop(self._largest)
-        self._threshold = place >> NUMBER_BITS
-        order = next(seen.order for seen in self._engines.values() if seen.number == place & NUMBER)
-        del order[bisect_left(order, self._last.pop(place))]
+    def _forget_most(self) -> None:
+        while len(self._last) > self._most:
+            place = -heappop(self._largest)
+            self._threshold = place >> NUMBER_BITS
+            order = self._orders[self._sizes[place & NUMBER]]
+            del order[bisect_left(order, self._last.pop(place))]
 
     def _age(self) -> None:
         if self._now() - self._halved_at >= HALVES_S:

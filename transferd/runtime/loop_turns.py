@@ -5,7 +5,10 @@ What comes later in the turn waits for the next one. Who has cost least goes fir
 worker that was idle starts where the last one served was, so nobody can save time up and nobody starves. So an engine
 that pings waits for one costly request, not for all that many others have asked for.
 
-Longer work (a look-up of many keys) is done in pieces, one in a turn: `OneATurn`.
+Longer work (a look-up of many keys) is done in pieces, one in a turn: `OneATurn`. Work that nobody waits for is a
+generator, which yields after each piece: `InPieces`.
+
+While there is work, a timer measures how long the loop's longest step has been (`LoopTurns.longest_s`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,19 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeVar
 
 TURN_S = 0.004
 FRAMES = 64  # pieces of one worker at a time
 SHARE = 16  # the same for one that has waited, as others may
+PIECE_S = 0.002  # of one turn, for work that a generator does
 now = time.perf_counter
+LOOK_S = 0.005  # between two looks at how long a step was
+IDLE_S = 0.0005  # of CPU between two looks: the loop does nothing, so the next look comes with the next message
+
+
+T = TypeVar("T")
 
 
 class Spent:
@@ -51,10 +60,13 @@ class LoopTurns:
     """The turns of one event loop.
 
     until: when the current turn ends, by `now`.
+    longest_s: the longest time so far for which the loop ran no timer, within LOOK_S. CPU time of its thread, so a busy
+        machine makes it no longer. Work is measured from the first message on.
     """
 
     def __init__(self) -> None:
-        self.until = 0.0
+        self.until = self.longest_s = 0.0
+        self._look: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[float, int, Worker]] = []  # a heap, by what they had spent
         self._numbers = itertools.count()
         self._served = 0.0  # what the last one served had spent
@@ -71,7 +83,19 @@ class LoopTurns:
     def begin(self) -> float:
         """Begin a turn, for a caller that the loop calls once in each of its own; return when it ends."""
         self.until = now() + TURN_S
+        if self._look is None:
+            self._look_later()
         return self.until
+
+    def _look_later(self) -> None:
+        self._look = self._loop.call_later(LOOK_S, self._looked, now(), time.thread_time())
+
+    def _looked(self, since: float, used: float) -> None:
+        self._look = None
+        used = time.thread_time() - used
+        self.longest_s = max(self.longest_s, min(used, now() - since))
+        if used > IDLE_S:
+            self._look_later()
 
     def took(self, worker: Worker, seconds: float) -> None:
         """Note what a worker has cost."""
@@ -142,3 +166,35 @@ class OneATurn:
                 call_soon(self._next, call_soon)
                 return
         self._taken = False
+
+
+def finished(work: Generator[None, None, T]) -> T:
+    """What a generator returns that does its work in pieces; all of them now."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+
+
+class InPieces:
+    """Runs generators to their ends in the order in which they came: PIECE_S at once, the rest in later turns."""
+
+    def __init__(self) -> None:
+        self._works: deque[Generator[None, None, Any]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    def run(self, work: Generator[None, None, Any]) -> None:
+        self._works.append(work)
+        if self._next is None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._next, until = None, now() + PIECE_S
+        while self._works:
+            for _ in self._works[0]:
+                if now() >= until:
+                    self._next = asyncio.get_running_loop().call_soon(self._go_on)
+                    return
+            self._works.popleft()

@@ -184,7 +184,7 @@ class _ChosenDrain:
 
 
 class Outcomes(list[Outcome]):
-    """The outcomes of a load whose slots return later than its answer: a storage was too slow, and is still reading.
+    """The outcomes of a call whose slots return later than its answer: a storage was too slow, and still uses them.
 
     returned: done when the caller has its slots back.
     """
@@ -195,8 +195,16 @@ class Outcomes(list[Outcome]):
 
     @staticmethod
     def after(outcomes: list[Outcome], late: Collection[asyncio.Future[Any]]) -> list[Outcome]:
-        """The outcomes of a load whose slots return when all of these have ended."""
+        """The outcomes of a call whose slots return when all of these have ended."""
         return Outcomes(outcomes, asyncio.ensure_future(_ended(late))) if late else outcomes
+
+
+async def with_slots_back(call: Awaitable[list[Outcome]]) -> list[Outcome]:
+    """The outcomes of a call, once the caller has its slots back."""
+    outcomes = await call
+    if isinstance(outcomes, Outcomes):
+        await asyncio.wait([outcomes.returned])
+    return outcomes
 
 
 async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
@@ -311,6 +319,14 @@ class PoolNode(abc.ABC):
 
         Raises RequestError, StorageError.
         """
+
+    @abc.abstractmethod
+    async def losses(self) -> object:
+        """Something else than the last time if objects may have left the pool meanwhile. Raises StorageError."""
+
+    @abc.abstractmethod
+    async def report_lost(self, names: Sequence[str]) -> None:
+        """Report those that the pool lacks (`Index.tell_departures`), without a lease. Raises StorageError."""
 
     @abc.abstractmethod
     async def leave(self, within_s: float) -> None:

@@ -14,10 +14,12 @@ import abc
 import asyncio
 import dataclasses
 import enum
+import functools
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
@@ -40,13 +42,17 @@ class PinState(enum.IntEnum):
 
 
 class Holding(NamedTuple):
-    """One owner's objects in a store; in several, the sum of each. share: bytes kept for the owner."""
+    """One owner's objects in a store; in several, the sum of each. share: bytes kept for the owner.
+
+    evicted: as in Account.
+    """
 
     owner: Hashable
-    objects: int = 0
-    bytes: int = 0
-    share: int = 0
-    pinned: int = 0  # bytes
+    objects: int
+    bytes: int
+    share: int
+    pinned: int  # bytes
+    evicted: Counter[Hashable]
 
 
 def check_pins(one: AskedPins, share: float) -> None:
@@ -89,6 +95,10 @@ class Keeper(abc.ABC):
     @abc.abstractmethod
     def holdings(self) -> list[Holding]:
         """The objects of each owner."""
+
+    def of_level(self, name: str) -> Keeper | None:  # noqa: ARG002 - a store of one backend is one level
+        """That of one level of storage alone, if it has one."""
+        return self
 
     @abc.abstractmethod
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
@@ -171,11 +181,12 @@ class ManyKeepers(Keeper):
 
     def holdings(self) -> list[Holding]:
         """The sums: a block counts in each level that has it."""
-        each = defaultdict[Hashable, list[tuple[int, ...]]](list)
+        each = defaultdict[Hashable, list[tuple[Any, ...]]](list)
         for keeper in self._keepers:
             for owner, *figures in keeper.holdings():
                 each[owner].append(tuple(figures))
-        return [Holding(owner, *map(sum, zip(*some, strict=True))) for owner, some in each.items()]
+        add = functools.partial(functools.reduce, operator.add)
+        return [Holding(owner, *map(add, zip(*some, strict=True))) for owner, some in each.items()]
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         """Each in the lowest store that has it."""
@@ -267,7 +278,8 @@ class IndexKeeper(Keeper):
     def holdings(self) -> list[Holding]:
         capacity = self._index.capacity
         return [
-            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned) for one in self._index.accounts()
+            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned, one.evicted)
+            for one in self._index.accounts()
         ]
 
     # --- purge --------------------------------------------------------------------------------------

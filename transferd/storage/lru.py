@@ -581,13 +581,14 @@ class LruIndex:
         victims = []
         for entry in entries:
             del self._present[entry.name]
-            queue = self._leave_group(entry)
-            account = queue.account
+            account = (queue := self._leave_group(entry)).account
             size = self.size(entry.nbytes)
             account.used -= size
             account.objects -= 1
             self.bytes -= size
             self.used -= size
+            if why == EVICTED:
+                account.evicted[whose] += 1
             if not account.used:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
@@ -56,9 +56,10 @@ class Account:
     present: its engine is registered now, so no other one takes its objects over.
     used: reserved and present.
     pinned: of these, how many cannot be evicted.
+    evicted: how many of its objects were, since it came, by the owner whose objects needed the room.
     """
 
-    __slots__ = ("objects", "owner", "pinned", "present", "share", "space", "used")
+    __slots__ = ("evicted", "objects", "owner", "pinned", "present", "share", "space", "used")
 
     def __init__(self, owner: Hashable, space: str = "") -> None:
         self.owner = owner
@@ -68,6 +69,7 @@ class Account:
         self.used = 0
         self.pinned = 0
         self.objects = 0
+        self.evicted = Counter[Hashable]()
 
     def kept(self, capacity: int) -> int:
         """How many bytes are kept for this owner."""

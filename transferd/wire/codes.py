@@ -47,8 +47,10 @@ _LATER = "ask again later"
 
 CODES: dict[str, Code] = {
     # not admitted now
-    "queue_full": Code("busy", "`server.max_queued_tasks` or `max_queued_bytes` is reached", "wait `retry_after`"),
-    "bytes_in_flight": Code("busy", "`server.max_inflight_bytes` of this lane is reached", "wait `retry_after`"),
+    "queue_full": Code(
+        "busy", "`server.max_queued_tasks` or `tuning.server.max_queued_bytes` is reached", "wait `retry_after`"
+    ),
+    "bytes_in_flight": Code("busy", "`tuning.server.max_inflight_bytes` of this lane is reached", "wait `retry_after`"),
     "starting": Code("busy, refused", "the daemon is not ready yet", "wait for a `welcome` that says `ready`"),
     "task_id_busy": Code(
         "busy", "a rank still works on the earlier task of this id, or too many wait for it", "wait `retry_after`"
@@ -169,7 +171,7 @@ CODES: dict[str, Code] = {
         "say `hello`; if the session is another, repeat what is pending",
     ),
     "forbidden": Code("rejected, refused", "an observer may not ask this", "use an endpoint for engines"),
-    "too_often": Code("refused", "`server.observer_rate` is reached", _LATER),
+    "too_often": Code("refused", "`tuning.server.observer_rate` is reached", _LATER),
     "too_many_requests": Code("refused", "too many requests already wait, or pauses and drains are held", _LATER),
     "too_many_keys": Code("refused", "the request has more keys than one `match` or `exists` takes", "ask in parts"),
     "unknown_task": Code("refused", "the flight recorder does not have this task (any more)", "look into a dump"),

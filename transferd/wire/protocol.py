@@ -550,7 +550,7 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
     _check_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
-        problem = f"the message has {len(data)} bytes, the limit is {max_message} (server.max_message)"
+        problem = f"the message has {len(data)} bytes, the limit is {max_message} (tuning.server.max_message)"
         raise _named(content, problem, "too_large")
     try:
         if len(content) > CAREFUL_BYTES:

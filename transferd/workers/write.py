@@ -218,6 +218,8 @@ class Writer:
                 if chunk is None:
                     break
                 in_flight.append(chunk)
+                if chunk.stored.done() and len(positions) == limit:  # at once, and more may follow: others' turn first
+                    await asyncio.sleep(0)
                 if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:  # leases bound the other way
                     await share.job.stop.race(in_flight[0].stored)
                 self._collect(share, sink, in_flight, left)

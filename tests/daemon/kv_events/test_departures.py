@@ -17,6 +17,7 @@ class Reporting:
     def __init__(self, *, reports: bool = True) -> None:
         self.listeners: list[Callable[[str], None]] = []
         self._reports = reports
+        self.pool = None
 
     @property
     def index(self) -> Reporting:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 
 from tests.integration.subscriber import AllBlocksCleared, Batch, BlockStored
 from tests.support.announced import announced_hashes
 from transferd.daemon.kv_events.announcements import Block
-from transferd.daemon.kv_events.snapshot import BLOCKS_PER_BATCH, Announced, Snapshot
+from transferd.daemon.kv_events.snapshot import A_STEP, BLOCKS_PER_BATCH, Announced, Snapshot, _in_order
 
 
 def read_back(snapshot: Snapshot) -> list[tuple[float, int | None, str | None, list[int | bytes]]]:
@@ -74,3 +76,28 @@ def test_as_ordinary_batches_it_clears_first_and_has_parents_before_their_childr
                 assert hash_ not in known
                 known[hash_] = event.token_ids[i * 2 : i * 2 + 2]
     assert known == {None: [], 5000: [0, 0], 6000: []} | {i: [i % 256] * 2 for i in range(count)}
+
+
+@pytest.mark.parametrize("leaf_first", [True, False])
+def test_a_chain_of_all_blocks_is_put_in_order_in_short_steps(leaf_first: bool) -> None:
+    """One chain whose leaf comes first: all are in the first block's line, and the others have nothing to do."""
+    count = 8 * A_STEP
+    chain = [Block(number, number - 1 if number else None, False, None) for number in range(count)]
+    looked = 0
+
+    class Watched(list[Block]):
+        def __iter__(self) -> Iterator[Block]:
+            nonlocal looked
+            for block in super().__iter__():
+                looked += 1
+                yield block
+
+    steps, made, before, pauses = [0], list[Block](), 0, 0
+    for batch in _in_order(Watched(reversed(chain) if leaf_first else chain)):
+        steps.append(looked - before)
+        before = looked
+        made += batch
+        pauses += not batch
+    assert made == chain
+    assert max(steps) <= A_STEP, "blocks without a pause"
+    assert pauses == (3 if leaf_first else 2) * count // A_STEP, "in gathering, in a long line, and between the lines"

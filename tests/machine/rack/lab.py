@@ -47,14 +47,14 @@ class LabMaster(Master):
     def __init__(self, log_file: Path, prefix: Sequence[str], *flags: str) -> None:
         super().__init__(log_file)
         self.port, self.metrics_port = 50051, 9003
-        self._prefix, self._flags = prefix, flags
+        self.prefix, self._flags = prefix, flags
 
     @property
     def address(self) -> str:
         return f"{MASTER}:{self.port}"
 
     def _command(self) -> Sequence[str]:
-        command = [*self._prefix, *super()._command(), *self._flags]
+        command = [*self.prefix, *super()._command(), *self._flags]
         return [part.replace("127.0.0.1", MASTER) for part in command]
 
     def copies(self) -> dict[str, int]:
@@ -68,7 +68,7 @@ class LabMaster(Master):
     def _run(self, program: str) -> str:
         """What a program of Python prints on the switch. Raises OSError."""
         answer = subprocess.run(
-            [*self._prefix, sys.executable, "-c", program], capture_output=True, text=True, check=False
+            [*self.prefix, sys.executable, "-c", program], capture_output=True, text=True, check=False
         )
         if answer.returncode:
             raise OSError(answer.stderr)
@@ -139,10 +139,14 @@ class Lab:
                 "file": {"path": str(self.directory / f"blocks{number}"), "capacity": "256MiB"},
             },
         }
-        prefix = (*self.prefix(self._nodes[number]), *under)
+        prefix = (*self.inside(number), *under)
         process = start(tree, self.directory, name=f"node{number}", wait=wait, prefix=prefix)
         self._stack.callback(lambda: process.kill() if process.process.poll() is None else None)
         return process
+
+    def inside(self, number: int) -> tuple[str, ...]:
+        """What runs a command on a node."""
+        return self.prefix(self._nodes[number])
 
     def cut(self, sender: int, receiver: int) -> None:
         """From now on, what one node sends to the other vanishes."""

@@ -192,19 +192,24 @@ async def test_a_stop_goes_on_if_nothing_can_be_copied(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("RACK") != "whole", reason="it takes half a minute: `make rack` runs it")
-@pytest.mark.parametrize("within", [1, 3])
-async def test_a_stop_whose_time_for_copies_is_up_ends_as_a_stop(tmp_path: Path, within: int) -> None:
+@pytest.mark.parametrize(("within", "levels"), [(1, ()), (3, ()), (3, ("memory", "mooncake"))])
+async def test_a_stop_whose_time_for_copies_is_up_ends_as_a_stop(
+    tmp_path: Path, within: int, levels: tuple[str, ...]
+) -> None:
     """The library begins the copies that the master has handed out, also while its client closes: that aborts."""
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, nodes=4))  # each other node adds to what may be under way
-        leaver = lab.daemon(1, **POOL | {"drain_at_stop": within})
+        leaver = lab.daemon(1, levels=levels, **POOL | {"drain_at_stop": within})
         for number in (2, 3, 4):
-            lab.daemon(number, **POOL)
+            lab.daemon(number, levels=levels, **POOL)
         await has_segments(lab, 4)
         async with engine(leaver) as writer:
             for chain in CHAINS:
                 await writer.until_stored(chain)
             running = asyncio.ensure_future(writer.until_stored(range(5000, 5000 + CHAIN)))
+            began = time.monotonic()
             code = await asyncio.to_thread(leaver.stop, timeout=100)
+            assert time.monotonic() - began >= within, "it gets the time that was configured"
+            assert "the time was up" in leaver.log
             running.cancel()
         assert code in (0, STILL_RUNNING), leaver.log

@@ -39,11 +39,11 @@ class Indexer:
             self.process = subprocess.Popen(command, stdout=output, stderr=output)
         self._node = {key: tree["events"][key] for key in ("endpoint", "replay_endpoint")} | {"instance_id": 1}
 
-    async def register(self) -> None:
+    async def register(self, dp_rank: int = 0) -> None:
         async with timeout(AGREE_S):
             while True:
                 with contextlib.suppress(OSError):
-                    await self._post("/register", self._node | {"block_size": BLOCK})
+                    await self._post("/register", self._node | {"block_size": BLOCK, "dp_rank": dp_rank})
                     return
                 await asyncio.sleep(0.1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,29 @@ async def test_each_level_keeps_the_share_of_an_engine(open_storage: Open) -> No
     [mine] = [one for one in keeper.holdings() if one.owner == "me"]
     assert mine.share == 250 + 1000
     keeper.leave("me")
+
+
+async def test_each_level_says_whose_objects_it_has_and_for_whom_they_were_evicted(open_storage: Open) -> None:
+    first, lower = MemoryStorage(memory_config(300)), MemoryStorage(memory_config(500))
+    lower.backend = "lower"
+    store = await open_storage(stack(first, lower))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    for number, owner in enumerate("aaabbab"):
+        item = Item(name(number), 100, Use(owner=owner))
+        assert await store.storage.store([item], None, [store.buffer(100, bytes(100))]) == [STORED]
+        await store.levels.flush(10)
+
+    def held(level: str) -> dict[Hashable, tuple[int, dict[Hashable, int]]]:
+        of_level = keeper.of_level(level)
+        assert of_level is not None
+        return {one.owner: (one.objects, dict(one.evicted)) for one in of_level.holdings() if one.objects}
+
+    assert held(first.backend) == {"a": (1, {"b": 2, "a": 1}), "b": (2, {"b": 1})}
+    assert held("lower") == {"a": (2, {"a": 1, "b": 1}), "b": (3, {})}
+    assert keeper.of_level("none of these") is None
+    both = {one.owner: dict(one.evicted) for one in keeper.holdings()}
+    assert both == {"a": {"a": 2, "b": 3}, "b": {"b": 1}}, "the store's are the sums of its levels"
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 8, 13, 21, 34])

@@ -11,7 +11,8 @@ import pytest
 from tests.storage.harness import Harness, Open, file_config, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
 from transferd.config import LevelSection
-from transferd.storage.base import LEFT, STORED, Found, Item, Outcomes
+from transferd.errors import StorageError
+from transferd.storage.base import LEFT, STORED, Found, Item, Outcome, Outcomes
 from transferd.storage.file import FileStorage
 from transferd.storage.levels import level
 from transferd.storage.lru import Use
@@ -86,6 +87,26 @@ async def test_objects_of_a_hung_store_are_left_and_stored_from_other_slots(
     assert [data for _, data in got] == [content(i) for i in range(3)]
 
 
+async def test_slots_that_a_failed_store_still_uses_are_filled_with_nothing_else(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    failed, running = Outcome(Found.FAILED, StorageError("hangs")), asyncio.get_running_loop().create_future()
+
+    async def call(items: list[Item], *_: object) -> list[Outcome]:
+        return Outcomes.after([failed] * len(items), [running])
+
+    monkeypatch.setattr(first, "store", call)
+    items, slots = [Item(NAMES[i], NBYTES, Use(), i) for i in range(2)], [store.buffer(NBYTES) for _ in range(2)]
+    outcomes = await store.storage.store(items, lambda *_: pytest.fail("made anew"), slots)
+    assert list(outcomes) == [LEFT] * 2
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done()
+    assert list(await store.storage.store(items, None, slots)) == [STORED] * 2, "what is in slots may be read by both"
+    running.set_result(None)
+    await outcomes.returned
+
+
 async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,8 +121,6 @@ async def test_a_slow_level_without_a_substitute_is_waited_for(
 async def test_a_hung_call_that_fails_at_last_costs_nothing(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transferd.errors import StorageError
-
     store, first = await hung(open_storage, tmp_path, monkeypatch)
     slot = store.buffer(NBYTES)
     slot[:] = content(0)

@@ -52,17 +52,25 @@ async def test_slots_that_a_call_still_uses_take_no_further_objects(open_storage
     behind = SimStorage()
     behind.slots_at_once = None
     store = await open_storage(WholeSlots(behind, SimThreads()))  # type: ignore[abstract]
-    running = asyncio.get_running_loop().create_future()
     failed = Outcome(Found.FAILED, StorageUnavailable("a node does not answer"))
 
-    async def load(items: list[Item], *_: object) -> list[Outcome]:
+    async def call(items: list[Item], *_: object) -> list[Outcome]:
         return Outcomes.after([failed] * len(items), [running])
 
-    behind.load = load  # type: ignore[method-assign, assignment]
+    behind.load = behind.store = call  # type: ignore[method-assign, assignment]
+
+    def made(_: int, data: memoryview, _near: bool) -> bool:
+        data[:] = bytes(NBYTES)
+        return True
+
     items = [Item(f"a/b/c/{i}/0", NBYTES) for i in range(5)]
-    outcomes = await store.storage.load(items, Taken(), [store.buffer(NBYTES) for _ in range(2)])
-    assert list(outcomes) == [failed] * 2 + [LEFT] * 3
-    assert isinstance(outcomes, Outcomes)
-    assert not outcomes.returned.done()
-    running.set_result(None)
-    await outcomes.returned
+    slots = [store.buffer(NBYTES) for _ in range(2)]
+    for load in (True, False):
+        running = asyncio.get_running_loop().create_future()
+        calling = store.storage.load(items, Taken(), slots) if load else store.storage.store(items, made, slots)
+        outcomes = await calling
+        assert list(outcomes) == [failed] * 2 + [LEFT] * 3
+        assert isinstance(outcomes, Outcomes)
+        assert not outcomes.returned.done()
+        running.set_result(None)
+        await outcomes.returned

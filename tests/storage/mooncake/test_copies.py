@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -42,19 +45,23 @@ class Pool:
         monkeypatch.setattr(module, "LOOK_S", 0.001)
         monkeypatch.setattr(module, "read_segments", lambda _: list(self.nodes))
         monkeypatch.setattr(module, "read_named", lambda _, keys: iter([self._of(keys)]))
-        monkeypatch.setattr(module, "read_all", lambda _: iter([self._of(list(self.objects))]))
-        settings = MooncakeStorageSection(master_server_addr="10.0.0.9:1", **section)
+        monkeypatch.setattr(module, "read_all", self._all)
+        self.settings = settings = MooncakeStorageSection(master_server_addr="10.0.0.9:1", **section)
         peers = Peers(SYSTEM_CLOCK, self._look)
         self.peers = peers
-        self.copies = Copies(settings, self._in_thread, peers, SYSTEM_CLOCK, lambda: 0)
+        self.copies = Copies(settings, self.in_thread, peers, SYSTEM_CLOCK, lambda: 0)
 
     def _of(self, keys: Sequence[str]) -> list[PoolObject]:
         return [PoolObject(key, 1000, tuple(sorted(self.objects[key]))) for key in keys if self.objects.get(key)]
 
+    def _all(self, _: str, share: tuple[int, int]) -> Iterator[list[PoolObject]]:
+        number, shares = share
+        yield self._of([key for key in self.objects if zlib.crc32(key.encode()) % shares == number])
+
     async def _look(self, work: Callable[[], object]) -> object:
         return work()
 
-    async def _in_thread(self, work: Callable[[Any], T]) -> T:
+    async def in_thread(self, work: Callable[[Any], T]) -> T:
         await asyncio.sleep(0)
         self.before()
         return work(self)
@@ -179,13 +186,34 @@ async def test_a_mend_makes_as_many_copies_as_are_configured(monkeypatch: pytest
     assert {key: len(held) for key, held in pool.objects.items()} == {"one": 3, "two": 3, "three": 3, record: 1}
 
 
-async def test_a_look_counts_what_is_for_this_node_to_mend(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool(monkeypatch, {"ours": [1], "theirs": [2], "whole": [1, 2]}, replica_num=2, mend_interval=0.001)
-    pool.copies.start()
-    await until(lambda: pool.copies.statistics().get("copies_missing") == 1)
-    pool.objects["ours"].add("10.0.0.3:1")
-    await until(lambda: pool.copies.statistics()["copies_missing"] == 0)
-    await pool.copies.close()
+async def test_each_node_looks_at_its_share_and_rests_a_hundred_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    objects: dict[str, Sequence[int]] = {"whole": [1, 2]}
+    objects.update((f"lacks {number}", [number % 3 + 1]) for number in range(30))
+    pool = Pool(monkeypatch, objects, replica_num=2, mend_interval=0.001)
+    rests, sleep, cores = [], asyncio.sleep, itertools.count(0.0, 0.5)
+
+    async def rest(seconds: float) -> None:
+        rests.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", rest)
+    monkeypatch.setattr(time, "thread_time", lambda: next(cores))
+    counted = []
+    for number in (1, 2, 3):
+        pool.own = frozenset({f"10.0.0.{number}:1"})
+        watching = Copies(pool.settings, pool.in_thread, pool.peers, SYSTEM_CLOCK, lambda: 0)
+        watching.start()
+        await until(lambda: "copies_missing" in watching.statistics() and max(rests) >= 100)  # noqa: B023
+        counted.append(watching.statistics()["copies_missing"])
+        if number == 3:
+            for held in pool.objects.values():
+                held |= {"10.0.0.1:1", "10.0.0.2:1"}
+            await until(lambda: watching.statistics()["copies_missing"] == 0)  # noqa: B023
+        await watching.close()
+        assert max(rests) == 100 * 2 * 0.5, "two readings of half a second"
+        rests.clear()
+    assert sum(counted) == 30
+    assert min(counted) > 0
 
 
 async def test_an_impossible_mend_or_drain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,3 +72,12 @@ def test_a_segment_that_mooncake_would_refuse_is_refused_before_anything_is_aske
 def test_a_node_may_lend_nothing_or_a_whole_segment(size: int) -> None:
     env = {"MOONCAKE_GLOBAL_SEGMENT_SIZE": str(size)}
     assert joining_with(env, "master_server_addr=m:1").global_segment_size == size
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [("lender", "10.0.0.1", "host:port"), ("segment_per_rank", "true", "itself"), ("drain_at_stop", "60", "itself")],
+)
+def test_where_another_process_lends_what_needs_a_lending_daemon_is_refused(key: str, value: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"storage.mooncake.{key}: .*{problem}"):
+        joining_with({}, "master_server_addr=m:1", "lender=10.0.0.1:17999", f"{key}={value}")

@@ -352,6 +352,21 @@ async def test_a_load_that_hangs_is_answered_when_the_breaker_opens_and_keeps_it
     assert bytes(buffer) == b"x", "the call went on to its end"
 
 
+async def test_a_store_that_hangs_is_answered_too_and_counts_as_failed_whatever_becomes_of_it(
+    start: Start, pool: SimPool
+) -> None:
+    harness = await start(probe_interval=30.0)
+    be_impatient(harness)
+    held = Held(pool, "put", "exists")
+    outcomes = await harness.storage.put([Blob("a", harness.buffer(1, b"x")), Blob("b", harness.buffer(1, b"y"))])
+    assert [reason(outcome) for outcome in outcomes] == ["storage_unavailable"] * 2
+    assert isinstance(outcomes, Outcomes)
+    assert not outcomes.returned.done(), "the library may still read the buffers"
+    held.release.set()
+    await outcomes.returned
+    assert pool.objects["a"] == b"x", "it was stored all the same"
+
+
 async def test_a_look_up_that_hangs_is_answered_when_the_breaker_opens(start: Start, pool: SimPool) -> None:
     harness = await start(probe_interval=30.0)
     be_impatient(harness)

@@ -75,7 +75,7 @@ LOOK_S = 20.0  # between the daemon's looks at its health, which cost a third of
 CALM_S = 100.0  # after which every copy has been made, or was given up for good
 REST_S = 30.0  # for which nothing is written then
 ACTIONS = {
-    "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 4, "drain": 2, "use": 3,
+    "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 7, "drain": 2, "use": 3,
     "kill": 3, "away": 2, "ill": 1, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
     "flip": 6, "remove": 5, "reload": 1, "clock": 1,
 }  # fmt: skip
@@ -119,6 +119,7 @@ class Story(Judge):
         self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.durable: dict[str, float] = {}
         self.harm = 0
+        self.rotten: set[str] = set()  # keys whose files were damaged: whoever finds that sets them aside
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
         self.pinned: set[str] = set()  # keys that were ever pinned
@@ -250,7 +251,8 @@ class Story(Judge):
                 await client.close()
 
     async def _run(self) -> Counter[str]:
-        with simulated(), mock.patch.object(health, "EVERY_S", LOOK_S), mock.patch.object(orders, "MANY_ORDERS", 2):
+        few = mock.patch.multiple(orders, MANY_ORDERS=2, MOST_ORDERS=3)
+        with simulated(), mock.patch.object(health, "EVERY_S", LOOK_S), few:
             await self.begin()
             for _ in range(self.chance.randint(20, 70)):
                 await asyncio.sleep(self.chance.choice([0.0, 0.01, 0.1, 0.5, 2.0, 15.0]))
@@ -277,6 +279,11 @@ class Story(Judge):
             self.calm = self.loop.time()
         work = getattr(self, f"_{what}")()
         if work is not None:
+            if what == "purge":  # beside what reads at one time and commits at another
+                for other in (self._read(), self._prefetch(), self._store()):
+                    if other is not None and self.chance.random() < 0.5:
+                        self.working.add(self.loop.create_task(self._may_fail("read", other)))
+                await asyncio.sleep(self.chance.choice([0.0, 0.005, 0.02, 0.05]))
             if what == "kill":
                 await work()
             else:
@@ -403,7 +410,7 @@ class Story(Judge):
         self.check_pinned(keys, pinned.durable, began)
         if pinned.durable == len(keys) and harm == self.harm:
             self.seen["pinned durably"] += len(keys)
-            self.durable.update(dict.fromkeys(keys, began + ttl))
+            self.durable.update({key: began + ttl for key in keys if key not in self.rotten})
 
     def _unpin(self) -> Any:
         self.harmed()
@@ -417,7 +424,10 @@ class Story(Judge):
         fits = [key for key in self.keys if engine in (None, key[0]) and not self.storing[key]]
         aside = {medium: medium.set_aside() for medium in self.media}
         self.harmed()
-        purged = await self.clients[engine or "a"].purge(engine=engine)
+        try:
+            purged = await self.clients[engine or "a"].purge(engine=engine)
+        finally:
+            self.harmed()
         if life != self.lives:
             return
         self.seen["purge ended"] += 1
@@ -445,7 +455,8 @@ class Story(Judge):
         except TransferError:
             self.drained.discard(name)
             raise
-        if life == self.lives and name in self.drained and name != "object":
+        returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
+        if life == self.lives and name in self.drained and name != "object" and not returned:
             self.check_alone(name, began, change.objects)
 
     def _use(self) -> Any:
@@ -510,6 +521,7 @@ class Story(Judge):
     def _flip(self) -> None:
         key = self.chance.choice(self.latest or self.keys)
         name = self.names[key]
+        self.rotten.add(key)
         self.durable.pop(key, None)
         for medium in self.media:
             medium.flip(name, self.chance)

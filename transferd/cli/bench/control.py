@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import zmq
@@ -31,6 +32,7 @@ TASKS = 1000  # per run of a latency row
 PIPELINED = 10_000  # tasks of a pipelined run
 IN_FLIGHT = 256
 CANCELLED = 4000  # a daemon queues 4096
+BETWEEN = 10  # tasks between two pieces of plain Python
 IDLE_S = 3.0
 KEYS = [f"bench-key-{i}" for i in range(8)]
 BLOCKS = 64  # the device blocks that swaps use
@@ -98,6 +100,8 @@ async def _measure(daemon: DaemonProcess, ranks: int, limit: Echo) -> list[Row]:
     async with Client(daemon.endpoint) as client:
         data = await prepare(client, tasks, ranks)
         echoes: list[float] = []
+        for name, make in kinds[:2]:
+            rows.append(await _cpu_row(f"{name}, CPU of daemon and client, TP{ranks}", daemon.pid, client, make))
         for name, make in kinds:
             await p50_us(client.submit, make)  # warm-up
             beside, medians = [], []
@@ -149,6 +153,29 @@ async def p50_us(
         if result.status not in (Status.OK, Status.MISS):
             raise RuntimeError(f"a benchmark task ended badly: {result}")
     return statistics.median(trips) * 1e6
+
+
+async def _cpu_row(name: str, pid: int, client: Client, make: Callable[[], Task]) -> Row:
+    """What a task costs beside a fixed piece of plain Python between the tasks, whose caches are as cold as theirs."""
+    await p50_us(client.submit, make)  # warm-up
+    costs, beside = [], []
+    for _ in range(RUNS):
+        before, yardstick = cpu_seconds(pid) + time.process_time(), 0.0
+        for _ in range(TASKS // BETWEEN):
+            yardstick += yardstick_s()
+            await p50_us(client.submit, make, BETWEEN)
+        spent = cpu_seconds(pid) + time.process_time() - before - yardstick
+        costs.append(spent / TASKS * 1e6)
+        beside.append(yardstick / (TASKS // BETWEEN) * 1e6)
+    return row(name, costs, "us", statistics.median(beside), "us of plain Python")
+
+
+def yardstick_s() -> float:
+    """Seconds of CPU of a fixed piece of plain Python: calls, attributes, numbers and strings."""
+    before = time.thread_time()
+    kept = {f"piece {number}": Fraction(number, 3) for number in range(50)}  # arithmetic in Python
+    assert sum(kept.values()) == Fraction(1225, 3)
+    return time.thread_time() - before
 
 
 async def _rate(client: Client, make: Callable[[], Task]) -> float:
@@ -227,6 +254,11 @@ def cpu_seconds(pid: int) -> float:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         total += int((thread / "schedstat").read_text().split()[0])
     return total / 1e9
+
+
+def loop_seconds(pid: int) -> float:
+    """The same of a daemon's event loop alone, which its first thread runs."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 PAYLOAD = b"x" * 200  # about as long as a one-block task

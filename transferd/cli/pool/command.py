@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from transferd.cli.asking import AskedDaemon, Format, FormatOption, asks, show
+from transferd.cli.init import ConfigOption, SetOption
 from transferd.errors import ConfigError
 from transferd.observability import logs
 from transferd.observability.units import size
@@ -23,8 +24,12 @@ def master(
     listen: Annotated[str, typer.Option(help="host:port for the pool's members.")] = f"127.0.0.1:{DEFAULT_PORT}",
     metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="HTTP, on the same host.")] = DEFAULT_METRICS_PORT,
     lease: Annotated[str, typer.Option(help="How long an object is protected from eviction after a lookup.")] = "5s",
+    etcd: Annotated[str, typer.Option(help="host:port,… of an etcd that other masters share: one of them leads.")] = "",
 ) -> None:
-    """Run a Mooncake master in the foreground, until SIGTERM or SIGINT."""
+    """Run a Mooncake master in the foreground, until SIGTERM or SIGINT.
+
+    With --etcd it is one of several masters: if the one that leads dies, another one takes over, with all objects.
+    """
     from transferd.cli.pool.master import master_command
     from transferd.runtime.address import host_and_port
 
@@ -32,14 +37,28 @@ def master(
     if address is None:
         raise ConfigError("--listen", "expected host:port", listen)
     host, port = address
-    command = master_command(host, port, metrics_port, lease)
+    command = master_command(host, port, metrics_port, lease, etcd)
+    joined = f"etcd://{etcd.replace(',', ';')}" if etcd else listen
     logs.say(
-        f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{listen}".\n'
+        f'Mooncake master on {listen}: set storage.mooncake.master_server_addr = "{joined}".\n'
         f"Show its status with: transferd pool status --metrics {listen.rpartition(':')[0]}:{metrics_port}",
         level="info",
     )
     logs.flush()
     os.execv(command[0], command)  # signals and the exit code are the master's own
+
+
+@app.command()
+def lend(config: ConfigOption = None, set_: SetOption = None) -> None:
+    """Lend this node's memory to a pool, in the place of its daemon, until SIGTERM or SIGINT.
+
+    It lends storage.mooncake.global_segment_size at storage.mooncake.lender. A daemon with the same configuration
+    stores there, so what it has stored outlives its restarts.
+    """
+    from transferd import config as configuration
+    from transferd.cli.pool.lend import run
+
+    run(configuration.load(config, overrides=set_ or ()).storage.mooncake)
 
 
 @app.command()

@@ -55,11 +55,12 @@ def _first_ephemeral() -> int:
     return first if first > _LOWEST_PORT + 1000 else _HIGHEST_PORT
 
 
-def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -> list[str]:
+def master_command(host: str, port: int, metrics_port: int, lease: str = "5s", etcd: str = "") -> list[str]:
     """The command to execute. Raises TransferError if Mooncake is not installed.
 
     lease: how long a lookup protects an object from eviction. A decode engine that reads after a match, or after a
     prefill engine's write, must finish within it. Mooncake's default is 5 s as well.
+    etcd: host:port of an etcd, or several with commas: one of the masters that share it leads, and the next takes over.
     """
     executable = master_executable()
     if executable is None:
@@ -76,16 +77,20 @@ def master_command(host: str, port: int, metrics_port: int, lease: str = "5s") -
         # The periodic log line only repeats `pool status` and /metrics.
         "--enable_metric_reporting=false",
         "--logtostderr=true",
-        *(["--allocation_strategy=local_first"] if _knows_local_first(executable) else []),
+        # Places what a node writes with that node. Older ones refuse the value.
+        *(["--allocation_strategy=local_first"] if _knows(executable, "local_first") else []),
+        *(["--enable_ha=true", f"--etcd_endpoints={etcd.replace(',', ';')}"] if etcd else []),
+        # Without it the next leader knows no object. Older ones have none.
+        *(["--enable_oplog=true"] if etcd and _knows(executable, "enable_oplog") else []),
     ]
 
 
 @functools.cache
-def _knows_local_first(executable: str) -> bool:
-    """Whether this master can place what a node writes with that node. Older ones refuse the value."""
+def _knows(executable: str, word: str) -> bool:
+    """Whether a master's usage has this word."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         usage = subprocess.run(
             [executable, "--helpmatch=master"], capture_output=True, text=True, timeout=10, check=False
         )
-        return "local_first" in usage.stdout
+        return word in usage.stdout
     return False

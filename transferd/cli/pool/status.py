@@ -23,7 +23,7 @@ _COUNTERS = {
 
 
 def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[str, Any]:
-    """One report of the pool whose master serves metrics at `address` (host:port).
+    """One report of the pool whose master serves metrics at `address`: host:port, or several with commas.
 
     health: "ok" or the master's message.
     role: the master's, as it names it.
@@ -35,9 +35,9 @@ def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[st
     Raises StorageUnavailable if no Mooncake master answers at this address.
     """
     try:
+        segments = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
         health = json.loads(read_page(address, "health", timeout))
         samples = _samples(read_page(address, "metrics", timeout))
-        segments = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
         names = read_page(address, "get_all_keys", timeout).split() if keys else []
         report = {
             "address": address,

@@ -64,7 +64,7 @@ class Tiers:
 
 
 class TaskServer(Protocol):
-    """Answers an engine's tasks: a Client, or a prediction of a daemon (sizing.py)."""
+    """Answers an engine's tasks: a Client, or a prediction of a daemon (predicted.py)."""
 
     async def submit(self, task: Task) -> TaskResult: ...
     async def match(self, keys: Sequence[str]) -> int: ...
@@ -118,7 +118,7 @@ class ReplayEngine:
 
         async def slot() -> None:
             while waiting:
-                await self._request(waiting.popleft())
+                await self.request(waiting.popleft())
                 progress()
 
         try:
@@ -129,9 +129,13 @@ class ReplayEngine:
             raise _cause(errors) from errors
         await self._verify([(entry.content, entry.block) for entry in self._device.entries])
 
+    def on_device(self, content: int) -> bool:
+        return self._device.find(content) is not None
+
     # --- one request --------------------------------------------------------------------------------
 
-    async def _request(self, request: TraceRequest) -> None:
+    async def request(self, request: TraceRequest) -> None:
+        """Play one request to its end."""
         chain = list(dict.fromkeys(request.hash_ids))
         contents = chain[: self._device.count]
         self._report.truncated += len(contents) < len(chain)
@@ -218,7 +222,7 @@ class ReplayEngine:
     async def _from_storage(self, contents: Sequence[int], place: dict[int, int]) -> int:
         if not self._tiers.storage:
             return 0
-        keys = [_key(content) for content in contents]
+        keys = [key_of(content) for content in contents]
         available = await self._match(keys)
         if not available:
             return 0
@@ -272,7 +276,7 @@ class ReplayEngine:
         task = WriteStorageTask(
             task_id=self._id("write"),
             timeout=TASK_TIMEOUT_S,
-            keys=[_key(content) for content in contents],
+            keys=[key_of(content) for content in contents],
             gpu_block_ids=[entry.block for entry in entries],
             start_write_block_idx=positions[0],
         )
@@ -345,7 +349,7 @@ class ReplayEngine:
         return f"replay-{self._run}-{kind}-{next(self._number)}"
 
 
-def _key(content: int) -> str:
+def key_of(content: int) -> str:
     """A trace's ids are already chained: equal ids mean equal prefixes."""
     return f"replay-v{VERSION}-block-{content}"
 

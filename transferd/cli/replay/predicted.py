@@ -1,31 +1,40 @@
-"""A predicted daemon: it answers tasks as a healthy one does, moves nothing, and counts what its storage would do.
+"""A predicted daemon: it answers tasks as a healthy one does, from the daemon's own storage over media without bytes.
 
-Each level is the daemon's own LruIndex, and the rules between levels are those of storage/levels (docs/levels.md), in
-the order in which a daemon without other work applies them: the copies and uses of a task reach the lower levels, and
-what it has read reaches the upper ones, before the next task begins.
+Time is virtual: it jumps to the next timer of the storage. The copies and uses of a task reach the other levels before
+the next task begins, as in a daemon without other work.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
+from transferd.config import LevelSection
 from transferd.errors import InvariantError
 from transferd.runtime.aio import answered
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.compat import Runner, count_cancellations
 from transferd.runtime.threads import Direction
 from transferd.storage.admission import SecondUse
-from transferd.storage.levels.level import Names
-from transferd.storage.levels.promotion import FEWEST, TIMES
-from transferd.storage.lru import LruIndex, NoRoom, Use
+from transferd.storage.base import Found, Item, Storage, Take
+from transferd.storage.batch import Answer, StoreBatch, Write
+from transferd.storage.indexed import IndexedStorage
+from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.lru import Use
 from transferd.tasks import ReadStorageTask, Status, SwapInTask, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 T = TypeVar("T")
-Blocks = list[tuple[int, str]]  # (depth, key)
+
+SETTLE_S = 2.0  # virtual: more than levels take to copy everything and to pass uses on
+BYTE = memoryview(b"\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,63 +46,115 @@ class GivenLevel:
     known: bool = True  # whether the daemon knows without asking what the level has
 
 
-class PredictedLevel:
+class LevelFigures(NamedTuple):
     """What a level holds, and what it has counted so far: objects of a rank."""
 
-    def __init__(self, number: int, level: GivenLevel) -> None:
-        self.number = number
-        self.level = level
-        self.index = LruIndex(level.capacity)  # in objects, not bytes: all have one size
-        self.hits = 0  # that loads found here
-        self.written = 0
-        self.promoted = 0  # of these, copied up from a lower level
-        self.most = 0  # at any time
+    hits: int  # that loads found here
+    written: int
+    promoted: int  # of these, copied up from a lower level
+    most: int  # at any time
+    objects: int  # now
 
-    def store(self, key: str, use: Use, depth: int) -> bool:
-        """Store it, if there is room. Returns whether it is here now."""
-        entry = self.index.get(key)
-        if entry is not None:
-            self.index.touch_one(entry, use, depth)
-            return True
-        room = self.index.capacity > 0 and self.index.reserve(key, 1, use, depth)
-        if room is False or isinstance(room, NoRoom):
-            return False
-        self.index.commit(key)
-        self.written += 1
-        self.most = max(self.most, len(self.index))
-        return key in self.index
 
-    def touch(self, chain: Iterable[tuple[int, str]], use: Use) -> None:
-        for depth, key in chain:
-            if (entry := self.index.get(key)) is not None:
-                self.index.touch_one(entry, use, depth)
+class NoBytes(IndexedStorage):
+    """A store whose objects are one byte long and lie nowhere. It does everything at once, on the loop.
+
+    known: False for a store that has to be asked what it has, as a bucket or a pool.
+    """
+
+    backend = "predicted"
+    lists = True
+
+    def __init__(self, capacity: int, now: Callable[[], float], *, known: bool = True) -> None:
+        super().__init__(capacity, AtOnce(), shares=1, inline_bytes=2**62, now=now)
+        self.slots_at_once = 0
+        self.known = self.asks_first = known
+        self.most = 0  # objects at any time
+
+    async def open(self) -> None: ...
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:  # type: ignore[override]
+        return super().find(names, use) if self.known else None
+
+    async def exists(self, names: Sequence[str]) -> list[bool]:
+        return super().find(names, Use())
+
+    def _write_one(self, batch: StoreBatch, write: Write) -> None:  # noqa: ARG002 - nobody makes it
+        write.victims.clear()
+
+    def _write(self, name: str, data: memoryview, spare: object) -> None: ...
+
+    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:  # noqa: ARG002 - no bytes
+        return take is None or take(BYTE)
+
+    def _remove(self, name: str) -> None: ...
+
+    def _wrote(self) -> None:
+        self.most = max(self.most, len(self._index))
+
+
+class _Taken:
+    """Takes every object."""
+
+    wanted = True
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:  # noqa: ARG002 - no bytes
+        return True
 
 
 class PredictedDaemon:
-    """See the module. With one request in flight, each block comes from where a real replay finds it.
+    """See the module. Call `open` first, on a loop of virtual time, and `close` at the end.
 
     levels: of the store, the fastest first; may be empty.
     window_s: of `storage.admit = "second use"`; None admits everything.
-    ranks: how many ranks share the daemon's memory of uses.
+    media: for each level, a store that is there already; None for a new one.
     now: seconds of the trace.
     """
 
-    def __init__(self, levels: Sequence[GivenLevel], window_s: float | None = None, ranks: int = 1) -> None:
-        self.levels = [PredictedLevel(number, level) for number, level in enumerate(levels)]
+    def __init__(
+        self, levels: Sequence[GivenLevel], window_s: float | None = None, media: Sequence[NoBytes | None] = ()
+    ) -> None:
+        clock = replace(SYSTEM_CLOCK, monotonic=asyncio.get_running_loop().time)
         self.now = 0.0
+        self.hits: Counter[int] = Counter()  # blocks that loads found, by level
+        given = media or [None] * len(levels)
+        self.media = [
+            medium or NoBytes(level.capacity, clock.monotonic, known=level.known)
+            for level, medium in zip(levels, given, strict=True)
+        ]
+        self.levels = [
+            StoreLevel(number, f"l{number}", medium, LevelSection(promote=level.promote), clock.monotonic)
+            for number, (level, medium) in enumerate(zip(levels, self.media, strict=True))
+        ]
+        several = len(levels) > 1
+        self.storage: Storage = LevelsStorage(self.levels, clock, AtOnce()) if several else self.media[0]
+        self._settle_s = SETTLE_S if several else 0.0
         self._admission = None if window_s is None else SecondUse(window_s, lambda: self.now)
-        self._fewest = FEWEST // ranks
-        self._uses = Names(self._fewest)  # how often blocks were loaded from lower levels
+
+    def figures(self) -> list[LevelFigures]:
+        """Of each level."""
+        each = [(level, medium.statistics()) for level, medium in zip(self.levels, self.media, strict=True)]
+        return [
+            LevelFigures(
+                self.hits[one.number],
+                now["stored"],
+                one.counts["promoted"],
+                self.media[one.number].most,
+                now["objects"],
+            )
+            for one, now in each
+        ]
 
     async def match(self, keys: Sequence[str]) -> int:
-        return self._leading(keys, self._parts())
+        found = self.storage.index.find(keys, Use())
+        return _leading(await self.storage.exists(keys) if found is None else found)
 
     async def submit(self, task: Task) -> TaskResult:
         match task:
             case WriteStorageTask():
-                moved = self._write(task)
+                moved = await self._write(task)
             case ReadStorageTask():
-                moved = self._read(task)
+                moved = await self._read(task)
             case SwapOutTask() | SwapInTask():
                 moved = list(task.gpu_block_ids)
             case _:
@@ -101,82 +162,44 @@ class PredictedDaemon:
         status = Status.OK if len(moved) == task.blocks else Status.PARTIAL if moved else Status.MISS
         return TaskResult(task_id=task.task_id, status=status, block_ids=moved)
 
-    def _parts(self, start: int = 0, stop: int = 0) -> list[Use]:
-        """One use, once for each level."""
-        return [Use(start=start, stop=stop) for _ in self.levels]
-
-    def _leading(self, keys: Sequence[str], parts: Sequence[Use]) -> int:
-        """Look up a chain. Returns how many leading blocks are in some level."""
-        found = [level.index.find(keys, part) for level, part in zip(self.levels, parts, strict=True)]
-        return next((i for i, there in enumerate(zip(*found, strict=True)) if not any(there)), len(keys) * bool(found))
-
-    # --- writes -------------------------------------------------------------------------------------
-
-    def _write(self, task: WriteStorageTask) -> list[int]:
-        """Store like the daemon's writer: one lookup in the first level, then each missing object in order."""
-        if not self.levels:
-            return []
+    async def _write(self, task: WriteStorageTask) -> list[int]:
+        """Store like the daemon's writer: one look-up, then each missing object, root first."""
         start = task.start_write_block_idx
-        parts = self._parts(start, start + len(task.keys))
-        chain = list(enumerate(task.keys, start))
-        first = self.levels[0]
-        there = [one for one, found in zip(chain, first.index.find(task.keys, parts[0]), strict=True) if found]
-        self._touch_below(first, there, parts)
-        missing = self._admitted([one for one in chain if one not in set(there)], parts[0])
-        stored = self._store(there, missing, parts)
-        self._touch_below(first, stored, parts)
-        done = {depth for depth, _ in (*there, *stored)}
-        return [block for depth, block in enumerate(task.gpu_block_ids, start) if depth in done]
+        use = Use(start=start, stop=start + len(task.keys))
+        there = self.storage.index.stored(task.keys, use)
+        if there is None:
+            there = await self.storage.exists(task.keys)
+        missing = [i for i, one in enumerate(there) if not one]
+        if self._admission is not None:
+            admitted = self._admission.admits([task.keys[i] for i in missing], use)
+            missing = [i for i, good in zip(missing, admitted, strict=True) if good]
+        items = [Item(task.keys[i], 1, use, start + i) for i in missing]
+        outcomes = await self.storage.store(items, lambda *_: True, ())
+        await self._settle()
+        kept = {i for i, one in zip(missing, outcomes, strict=True) if one.found in (Found.STORED, Found.EXISTS)}
+        return [block for i, block in enumerate(task.gpu_block_ids) if there[i] or i in kept]
 
-    def _store(self, there: Blocks, missing: Blocks, parts: Sequence[Use]) -> Blocks:
-        """Each missing block goes to the first level that takes it, and all go down. Returns which were taken."""
-        taken, rest = Blocks(), missing
-        for level in self.levels:
-            took = [(depth, key) for depth, key in rest if level.store(key, parts[level.number], depth)]
-            taken += took
-            rest = [one for one in rest if one not in set(took)]
-        self._copy_down([*there, *taken], parts)
-        return taken
-
-    def _copy_down(self, used: Blocks, parts: Sequence[Use]) -> None:
-        """What was used goes to each level that lacks it, if a level above has it."""
-        for level in self.levels[1:]:
-            for depth, key in used:
-                if key not in level.index and any(key in above.index for above in self.levels[: level.number]):
-                    level.store(key, parts[level.number], depth)
-
-    def _admitted(self, missing: Blocks, use: Use) -> Blocks:
-        if self._admission is None:
-            return missing
-        good = self._admission.admits([key for _, key in missing], use)
-        return [one for one, admitted in zip(missing, good, strict=True) if admitted]
-
-    def _touch_below(self, top: PredictedLevel, chain: Blocks, parts: Sequence[Use]) -> None:
-        for level in self.levels[top.number + 1 :]:
-            if level.level.known:
-                level.touch(chain, parts[level.number])
-
-    # --- reads --------------------------------------------------------------------------------------
-
-    def _read(self, task: ReadStorageTask) -> list[int]:
-        parts = self._parts()
-        brought = self._leading(task.keys, parts)
-        promoted: dict[PredictedLevel, list[tuple[int, str]]] = {}
-        for depth, key in enumerate(task.keys[:brought]):
-            level = next(level for level in self.levels if key in level.index)
-            level.hits += 1
-            if level.number and level.level.promote and self._uses.count(key) >= level.level.promote:
-                promoted.setdefault(level, []).append((depth, key))
-        for level, chain in promoted.items():
-            self._uses.set_most(max(self._fewest, TIMES * len(self.levels[0].index)))
-            above = next(one for one in reversed(self.levels[: level.number]) if one.level.known)
-            for depth, key in chain:
-                above.promoted += above.store(key, parts[above.number], depth)
-        self._copy_down(list(enumerate(task.keys[:brought])), parts)
+    async def _read(self, task: ReadStorageTask) -> list[int]:
+        use = Use()
+        found = self.storage.index.find(task.keys, use) if self.storage.asks_first else None
+        there = task.keys if found is None else task.keys[: _leading(found)]
+        items = [Item(key, 1, use, depth) for depth, key in enumerate(there)]
+        outcomes = await self.storage.load(items, _Taken(), ())
+        await self._settle()
+        brought = _leading([outcome.found is Found.FOUND for outcome in outcomes])
+        self.hits.update(outcome.level for outcome in outcomes[:brought])
         return list(task.gpu_block_ids[:brought])
 
+    async def _settle(self) -> None:
+        if self._settle_s:
+            await asyncio.sleep(self._settle_s)
 
-class _NoBytes:
+
+def _leading(found: Sequence[bool]) -> int:
+    return next((i for i, there in enumerate(found) if not there), len(found))
+
+
+class BlocksWithoutBytes:
     """Blocks without content: nothing to fill, so nothing that could be wrong."""
 
     def fill(self, *_: object) -> None: ...
@@ -185,11 +208,10 @@ class _NoBytes:
     def untouched(self, *_: object) -> None: ...
 
 
-class _AtOnce:
+class AtOnce:
     """Threads that run each function at once, in the caller."""
 
-    def open(self) -> None:
-        pass
+    def open(self) -> None: ...
 
     def run(self, direction: Direction, function: Callable[[], T], what: object = None) -> asyncio.Future[T]:  # noqa: ARG002
         return answered(function())
@@ -201,29 +223,53 @@ class _AtOnce:
         return []
 
 
+class _NoIO(selectors.SelectSelector):
+    """Instead of waiting for a descriptor, it lets the time pass."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise InvariantError("a prediction waits for what never comes")
+        self.now += max(0.0, timeout)
+        return []
+
+
+def _virtual_loop() -> asyncio.AbstractEventLoop:
+    selector = _NoIO()
+    loop = asyncio.SelectorEventLoop(selector)
+    loop.time = lambda: selector.now  # type: ignore[method-assign]
+    return count_cancellations(loop)
+
+
+def virtually(work: Coroutine[Any, Any, T]) -> T:
+    """Run this on a loop whose time jumps to the next timer when nothing is ready, and which does no I/O."""
+    with Runner(loop_factory=_virtual_loop) as runner:
+        return runner.run(work)
+
+
 def predict(
-    requests: Sequence[TraceRequest],
-    tiers: Tiers,
-    levels: Sequence[GivenLevel],
-    window_s: float | None = None,
-    ranks: int = 1,
+    requests: Sequence[TraceRequest], tiers: Tiers, levels: Sequence[GivenLevel], window_s: float | None = None
 ) -> tuple[ReplayReport, PredictedDaemon]:
     """Predict where every block of these requests would come from. Returns the report, and the daemon as it is then.
 
     tiers: device and host blocks per rank.
-    levels, window_s, ranks: see PredictedDaemon.
+    levels, window_s: see PredictedDaemon.
     """
     report = ReplayReport()
-    daemon = PredictedDaemon(levels, window_s, ranks)
     arrivals = iter([request.timestamp / 1000 for request in requests])
 
-    def next_one() -> None:
-        daemon.now = next(arrivals, daemon.now)
+    async def play() -> PredictedDaemon:
+        daemon = PredictedDaemon(levels or [GivenLevel(0)], window_s)
 
-    async def play() -> None:
-        engine = ReplayEngine(daemon, _NoBytes(), tiers, report, _AtOnce())
+        def next_one() -> None:
+            daemon.now = next(arrivals, daemon.now)
+
+        await daemon.storage.open()
         next_one()
+        engine = ReplayEngine(daemon, BlocksWithoutBytes(), tiers, report, AtOnce())
         await engine.play(requests, concurrency=1, progress=next_one)
+        await daemon.storage.close()
+        return daemon
 
-    asyncio.run(play())
-    return report, daemon
+    return report, virtually(play())

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 
 from transferd import config as configuration
+from transferd.cli.replay import fleet
 from transferd.cli.replay.chart import chart
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.kvdata import KvData
@@ -22,6 +24,7 @@ from transferd.cli.replay.sizing import (
     Rates,
     Sizes,
     default_storage_sizes,
+    in_processes,
     print_points,
     size_points,
     tree,
@@ -43,6 +46,14 @@ class Wanted:
     storage_sizes: str | None = None
     prefill_rate: float | None = None
     load_rates: str | None = None
+    nodes: str | None = None
+    router: str = "prefix"
+    events: str | None = None
+    levels: str | None = None
+    pool: str | None = None
+    copies: int = 1
+    away: float = 0.0
+    costs: str | None = None
 
 
 def run(
@@ -55,8 +66,12 @@ def run(
     as_json: bool,
 ) -> None:
     """Predict, print, and write the chart. Raises ConfigError, RequestError for an option, TransferError."""
-    footprint = BlockSizes.of(configuration.from_tree(settings(config, ranks, {})))
+    tree_ = with_levels(settings(config, ranks, {}), wanted.levels, wanted.pool)
+    footprint = BlockSizes.of(configuration.from_tree(tree_))
     names = [level.name for level in footprint.levels]
+    if wanted.nodes is not None:
+        _run_fleets(requests, wanted, footprint, as_json=as_json)
+        return
     hosts = _sizes("--host-sizes", wanted.host_sizes) or [footprint.host_pool]
     storages = _storage_sizes(wanted.storage_sizes, names) or default_storage_sizes(requests, footprint)
     rates = replace(_rates(wanted.load_rates, names, config, ranks), prefill=wanted.prefill_rate)
@@ -75,6 +90,88 @@ def run(
         print(json.dumps(tree(points, rates)))
     else:
         print_points(points, rates, stdout())
+
+
+POOL = "mooncake"  # what `--pool` sets up
+
+
+def with_levels(tree: dict[str, Any], levels: str | None, pool: str | None) -> dict[str, Any]:
+    """The configuration with these levels of a node, and this much memory that it lends to a pool of all below them."""
+    storage = tree["storage"]
+    configured = storage.get("levels") or [storage["backend"]]
+    own = [name for name in configured if _is_own(name)]
+    shared = [name for name in configured if not _is_own(name) and name != NO_BACKEND]
+    if levels is not None:
+        own = []
+        for part in levels.split(","):
+            name, _, size = part.strip().partition("=")
+            if not _is_own(name) or not size:
+                raise RequestError(f"--levels {levels}: expected levels of a node, such as memory=256GB,file=4TB")
+            storage[name] = storage.get(name, {}) | {"capacity": _sizes("--levels", size)[0]}
+            own.append(name)
+    if pool is not None:
+        lent = _sizes("--pool", pool)[0]
+        section = {"master_server_addr": "predicted:0", "global_segment_size": lent, "local_buffer_size": 0}
+        storage[POOL] = storage.get(POOL, {}) | section
+        shared = [*[POOL] * bool(lent), *(name for name in shared if name != POOL)]
+    names = [*own, *shared]
+    storage.pop("backend" if len(names) > 1 else "levels", None)
+    storage |= {"levels": names} if len(names) > 1 else {"backend": names[0] if names else NO_BACKEND}
+    storage["level"] = {
+        name: one for name, one in storage.get("level", {}).items() if name in storage.get("levels", ())
+    }
+    return tree
+
+
+def _is_own(name: str) -> bool:
+    """Whether a level of this name is a node's own: its section has a capacity."""
+    return hasattr(getattr(configuration.StorageSection(), name, None), "capacity")
+
+
+def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSizes, *, as_json: bool) -> None:
+    if wanted.prefill_rate is None:
+        raise RequestError("--nodes needs --prefill-rate: the tokens a second that one of your nodes computes")
+    if sizes.levels[0].name == NO_BACKEND:
+        raise RequestError("--nodes: the nodes have no storage; name it with --levels, --pool or --config")
+    if len(shared := [level.name for level in sizes.levels if level.lent is not None]) > 1:
+        raise RequestError(f"--nodes: only one level can be of all nodes, not {' and '.join(shared)}")
+    names = [level.name for level in sizes.levels]
+    if wanted.load_rates is None:
+        example = ",".join(["20GB", *["5GB"] * len(names)])
+        raise RequestError(f"--nodes needs --load-rates {','.join(['host', *names])} of your nodes, such as {example}")
+    rates = replace(_rates(wanted.load_rates, names, None, None), prefill=wanted.prefill_rate)
+    routers = _chosen("--router", wanted.router, fleet.ROUTERS)
+    events = ["", *_chosen("--events", wanted.events or "", fleet.EVENTS)]
+    try:
+        nodes = [int(number) for number in (wanted.nodes or "").split(",")]
+        costs = fleet.costs_from(wanted.costs or "")
+    except ValueError as error:
+        raise RequestError(f"--nodes {wanted.nodes}, --costs {wanted.costs}: {error}") from error
+    if min(nodes) < 1:
+        raise RequestError(f"--nodes {wanted.nodes}: expected numbers of nodes, such as 1,4,16")
+    jobs = [
+        (fleet.Fleet(number, router, event, wanted.copies, wanted.away),)
+        for number in nodes
+        for router in routers
+        for event in events
+        if number > 1 or event != "dead"
+    ]
+    console = Console(file=sys.stderr, quiet=as_json)
+    with progress_bar(console, "predicting") as progress:
+        bar = progress.add_task("predicting", total=len(jobs))
+        given = (requests, sizes, rates, costs)
+        points = in_processes(fleet.fleet_point, jobs, given, lambda: progress.advance(bar))
+    if as_json:
+        print(json.dumps(fleet.tree(points, rates, costs)))
+    else:
+        fleet.print_points(points, stdout())
+
+
+def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if wrong := [name for name in names if name not in known]:
+        raise RequestError(f"{option} {text}: there is no {wrong[0]}, only {', '.join(known)}")
+    return names
 
 
 def _sizes(option: str, text: str | None) -> list[int]:

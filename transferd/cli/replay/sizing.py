@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +27,8 @@ from transferd.storage.registry import backends_of
 from transferd.storage.room import disk_for
 from transferd.tasks import TRACE_BLOCK_TOKENS
 
+R = TypeVar("R")
+
 DISK_BLOCK = 4096  # bytes; what a file system allocates at a time, usually
 SHARES = (64, 32, 16, 8, 4, 2, 1)  # default storage sizes: what the trace would fill, divided by these
 
@@ -41,6 +43,7 @@ class LevelSizes:
     reserve: Reserve | None = None  # what it leaves free on its disk; None if it has no disk of its own
     promote: int = 0  # as in `storage.level`
     known: bool = False  # the daemon knows every object of it
+    lent: int | None = None  # bytes of memory that each node lends to it; None unless it is all nodes'
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,8 @@ class BlockSizes:
     host_pool: int  # bytes of the configured host pool
     window_s: float | None = None  # of `storage.admit = "second use"`; None admits everything
     share: float = 0.0  # `engines.storage_share`
-    ranks: int = 1
+    keys: float = 1.0  # of a trace block: blocks of the cache
+    ranks: int = 1  # each has an object of a key
 
     @classmethod
     def of(cls, config: Config) -> BlockSizes:
@@ -78,7 +82,8 @@ class BlockSizes:
                 stored, whole = nbytes(-(-slot // DISK_BLOCK) * DISK_BLOCK), sum(int(disk.capacity) for disk in disks)
                 return LevelSizes(name, stored, whole, disks[0].reserve, promote, known=kind.lists)
             capacity = kind.memory_of(config) if kind.slots_at_once == 0 else None
-            return LevelSizes(name, nbytes(slot), capacity, None, promote, known=kind.lists)
+            lent = kind.memory_of(config) if kind.shared else None
+            return LevelSizes(name, nbytes(slot), capacity, None, promote, known=kind.lists, lent=lent)
 
         kinds = backends_of(config)
         window = storage.admit_window if storage.admit == "second use" else None
@@ -91,6 +96,7 @@ class BlockSizes:
             plan.sizes.host,
             window,
             config.engines.storage_share,
+            parts,
             cache.ranks,
         )
 
@@ -178,32 +184,37 @@ def size_points(
     """
     by_size = sorted(set(storages), key=lambda sizes: (sum(sizes), sizes))
     pairs = [(host, sizes) for host in sorted(set(hosts)) for sizes in by_size]
-    workers = min(len(pairs), os.cpu_count() or 1)
-    points: dict[tuple[int, Sizes], SizePoint] = {}
+    return in_processes(size_point, pairs, (requests, footprint, rates), done)
+
+
+def in_processes(
+    work: Callable[..., R], jobs: Sequence[Sequence[Any]], given: tuple[Any, ...], done: Callable[[], None]
+) -> list[R]:
+    """`work(*given, *job)` for each job, on all cores. done: called after each, in the caller's thread."""
+    workers = min(len(jobs), os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
-    shared = (requests, footprint, rates)
-    with ProcessPoolExecutor(workers, context, initializer=_take, initargs=shared) as pool:
-        futures = {pool.submit(_size_point, *pair): pair for pair in pairs}
+    with ProcessPoolExecutor(workers, context, initializer=_take, initargs=given) as pool:
+        futures = [pool.submit(_run, work, job) for job in jobs]
         try:
             for future in as_completed(futures):
-                points[futures[future]] = future.result()
+                future.result()
                 done()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [points[pair] for pair in pairs]
+    return [future.result() for future in futures]
 
 
-_given: list[tuple[Sequence[TraceRequest], BlockSizes, Rates]] = []  # in a worker process: what all pairs share
+_given: list[Any] = []  # in a worker process: what all jobs share
 
 
-def _take(requests: Sequence[TraceRequest], footprint: BlockSizes, rates: Rates) -> None:
+def _take(*given: Any) -> None:
     """In a new worker process. A method of the list would be sent with the list, and change that copy."""
-    _given.append((requests, footprint, rates))
+    _given.extend(given)
 
 
-def _size_point(host: int, storage: Sizes) -> SizePoint:
-    return size_point(*_given[0], host, storage)
+def _run(work: Callable[..., R], job: Sequence[Any]) -> R:
+    return work(*_given, *job)
 
 
 def size_point(
@@ -221,10 +232,10 @@ def size_point(
 
     stored = any(level.capacity for level in levels())
     tiers = Tiers(footprint.device_blocks, host // footprint.host, storage=stored)
-    report, daemon = predict(requests, tiers, levels(), footprint.window_s, footprint.ranks)
+    report, daemon = predict(requests, tiers, levels(), footprint.window_s)
     within_share = None
     if footprint.share and stored:
-        least, _ = predict(requests, tiers, levels(footprint.share), footprint.window_s, footprint.ranks)
+        least, _ = predict(requests, tiers, levels(footprint.share), footprint.window_s)
         within_share = 1.0 - least.hits["none"] / (least.hits.total() or 1)
     total = report.hits.total() or 1
     each = tuple(
@@ -238,7 +249,7 @@ def size_point(
             promoted=level.promoted * sizes.stored,
             load_s=level.hits * sizes.stored / rate,
         )
-        for nbytes, sizes, level, rate in zip(storage, footprint.levels, daemon.levels, rates.storage, strict=True)
+        for nbytes, sizes, level, rate in zip(storage, footprint.levels, daemon.figures(), rates.storage, strict=True)
     )
     host_loaded = report.hits["host"] * footprint.host
     load_s = host_loaded / rates.host + sum(level.load_s for level in each)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import structlog
@@ -33,6 +33,7 @@ from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
 
 log = structlog.get_logger(__name__)
 
+LOOKED_AT = 128  # announced blocks that a pool is asked for at a time
 AGAIN_BLOCKS, AGAIN_S = 1000, 0.1  # announced again at a time after a restart, and the pause after them
 
 
@@ -83,7 +84,8 @@ class KvEventFeed:
         self._departed = of_blocks(self._object_left, objects.parts)
         reports = departures.listen(self._departed)
         self._moved = of_blocks(self._object_moved, objects.parts)
-        levels = departures.listen_to_levels(self._moved) if config.events.levels else ()
+        self._reports = reports
+        levels = departures.listen_to_levels(self._moved) if config.events.levels or not reports else ()
         self.residency = Residency(
             objects,
             block_size=config.geometry.block_size,
@@ -93,7 +95,7 @@ class KvEventFeed:
             only_flush=only_flush,
             holds=self._holds if reports else lambda _: True,
             reports_departures=reports,
-            levels=levels,
+            levels=levels if config.events.levels else (),
             levels_of=self._levels_of,
             changed=self._soon,
         )
@@ -117,6 +119,8 @@ class KvEventFeed:
         """Begin to announce again what an earlier life has announced and storage still has."""
         if self._remembered is not None:
             self._again = asyncio.get_running_loop().create_task(self._announce_again(self._remembered))
+        if self._departures.pool_watch is not None:
+            self._departures.pool_watch.add(self._announced_objects)
 
     def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
@@ -135,12 +139,20 @@ class KvEventFeed:
             self.sockets.exclude(self._announced)
         if self._peers is not None:
             self._peers.close()
+        if self._departures.pool_watch is not None:
+            self._departures.pool_watch.remove(self._announced_objects)
         self._departures.forget(self._departed)
         self._departures.forget(self._moved)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
         """Report an admitted task that was answered."""
         self.residency.task_ended(task, result, self._generation)
+
+    def not_found(self, keys: Sequence[str]) -> None:
+        """Report keys that a look-up has not found."""
+        if not self._reports:
+            for digest in self._objects.ids(keys):
+                self.residency.object_left(digest)
 
     def generation_changed(self, generation: str) -> None:
         """Retract everything: object names contain another generation now, and device blocks hold other weights' KV."""
@@ -218,7 +230,15 @@ class KvEventFeed:
     def _object_moved(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)
         if block is not None:
-            self.residency.object_moved(block)
+            levels = None if self._storage is None else self._storage.levels
+            gone = not self._reports and levels is not None and not levels.having(name)
+            (self.residency.object_left if gone else self.residency.object_moved)(block)
+
+    def _announced_objects(self) -> Iterator[list[str]]:
+        digests, parts = [digest for digest, _ in self.residency.stored()], self._objects.parts
+        for start in range(0, len(digests), LOOKED_AT):
+            names = (name for digest in digests[start : start + LOOKED_AT] for name in self._names(digest))
+            yield [name + part.suffix for name in names for part in parts]
 
     def _holds(self, block: str) -> bool:
         assert self._storage is not None

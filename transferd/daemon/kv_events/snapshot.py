@@ -81,12 +81,16 @@ def _in_order(blocks: Sequence[Block]) -> Iterator[list[Block]]:
         waiting.update((block.hash, block) for block in blocks[first : first + A_STEP])
         yield []
     batch: list[Block] = []
-    for block in blocks:
+    for number, block in enumerate(blocks, 1):
         line: list[Block] = []
         above: Block | None = block
         while above is not None and waiting.pop(above.hash, None) is not None:
             line.append(above)
             above = None if above.parent is None else waiting.get(above.parent)
+            if len(line) % A_STEP == 0:  # a chain may have all blocks
+                yield []
+        if number % A_STEP == 0:  # those that were in others' lines
+            yield []
         for one in reversed(line):
             batch.append(one)
             if len(batch) == BLOCKS_PER_BATCH:

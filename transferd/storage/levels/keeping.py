@@ -34,6 +34,9 @@ class LevelsKeeper(ManyKeepers):
         each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
         return [keeper for _, keeper in each if keeper is not None] or self._all
 
+    def of_level(self, name: str) -> Keeper | None:
+        return next((level.storage.keeper for level in self._parts.levels if level.name == name), None)
+
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
 

@@ -21,7 +21,7 @@ from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_na
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Found, Item, Outcome, Outcomes
+from transferd.storage.base import Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
@@ -256,9 +256,7 @@ class StackPrefetcher(Prefetcher):
         parts.promotions.mark(names)
         try:
             asked = [Item(item.name, item.nbytes, self._peek, item.depth) for item in items]
-            outcomes = await StackLoad(parts, asked, None, slots, first=level.number + 1).run()
-            if isinstance(outcomes, Outcomes):
-                await asyncio.wait([outcomes.returned])
+            outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
             found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
 
@@ -298,7 +296,7 @@ class StackPrefetcher(Prefetcher):
         born: int,
     ) -> None:
         parts, level = self._parts, one.level
-        answers = await level.storage.store(items, None, slots)
+        answers = await with_slots_back(level.storage.store(items, None, slots))
         for item, source, answer in zip(items, sources, answers, strict=True):
             if parts.fences.forbids(item.name, born, source):
                 if answer.found is Found.STORED:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
-from transferd.storage.base import Found, Item, Storage
+from transferd.storage.base import Found, Item, Storage, with_slots_back
 from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import Names, StoreLevel
 from transferd.storage.levels.write_back import CarryMemory
@@ -157,7 +157,7 @@ class Promotions:
     ) -> None:
         above = [items[i] for i in fresh]
         try:
-            outcomes = await target.storage.store(above, None, [buffers[i].data for i in fresh])
+            outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
             for item, outcome in zip(above, outcomes, strict=True):
                 if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source.number):
                     await self._withdraw(target, item.name)

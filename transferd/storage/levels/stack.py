@@ -193,13 +193,14 @@ class LevelsStorage(Storage, Index, Levels):
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Report an object when its last copy leaves, as far as that is known without I/O."""
 
-        def gone(name: str) -> None:
-            if not any(level.has([name]) == [True] for level in self.all_levels):
+        def gone(level: StoreLevel, name: str) -> None:
+            level.missed(name)
+            if not any(one.seems_to_have(name) for one in self.all_levels):
                 left(name)
             if self._first.changed is not None:
                 self._first.changed(name)
 
-        each = [level.storage.index.tell_departures(gone) for level in self.all_levels]
+        each = [level.storage.index.tell_departures(functools.partial(gone, level)) for level in self.all_levels]
         return all(each)
 
     def trace(self, noted: Callable[[str], Noted], place: str) -> None:  # noqa: ARG002 - each level has a name

@@ -199,7 +199,13 @@ class _Store:
         else:
             level.stores.ended(parts.now() - began, nbytes)
         taken = self._taken(level, which, answers)
-        return [i for i in todo if i not in taken]
+        rest = [i for i in todo if i not in taken]
+        if isinstance(answers, Outcomes):  # the slots are in use
+            self._late.append(answers.returned)
+            if self._fill is not None:
+                self._left.update(rest)
+                return []
+        return rest
 
     def _taken(self, level: StoreLevel, which: Sequence[int], answers: Sequence[Outcome]) -> set[int]:
         """Keep a level's answers. Returns the objects that it has now."""

@@ -51,6 +51,8 @@ class WholeSlots(FrontStorage):
                 answers = await self._behind.store([items[i] for i in good], None, views)
                 for i, answer in zip(good, answers, strict=True):
                     outcomes[i] = answer
+                if isinstance(answers, Outcomes):  # the slots are in use
+                    return Outcomes.after(outcomes, {answers.returned})
         return outcomes
 
     async def _taken(self, items: Sequence[Item], drain: Drainer, slots: Sequence[memoryview]) -> list[Outcome]:

@@ -38,7 +38,7 @@ import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.storage.base import Found, Item, Outcome, Outcomes, Storage
+from transferd.storage.base import Found, Item, Outcome, Storage, with_slots_back
 from transferd.storage.effects import Traffic
 from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
@@ -473,7 +473,7 @@ class WriteBack:
         if not rest:
             return
         items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
-        outcomes = await self.level.storage.store(items, None, [slot for _, slot in rest])
+        outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
         for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
             await self._written(one, outcome, born)
 
@@ -483,9 +483,8 @@ class WriteBack:
             its = [(one, slot) for one, slot in zip(batch, slots, strict=True) if one.source is source]
             items = [Item(one.name, one.nbytes, PEEK) for one, _ in its]
             try:
-                answers: Sequence[Outcome] = await source.storage.load(items, None, [slot for _, slot in its])
-                if isinstance(answers, Outcomes):  # it may still write to the slots
-                    await asyncio.wait([answers.returned])
+                load = source.storage.load(items, None, [slot for _, slot in its])
+                answers: Sequence[Outcome] = await with_slots_back(load)
             except StorageError as error:
                 answers = [Outcome(Found.FAILED, error)] * len(its)
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))

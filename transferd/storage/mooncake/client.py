@@ -188,14 +188,23 @@ class NativeClient:
         if self.can_copy:
             status = library.TaskStatus
             self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
-        if section.global_segment_size:
+        if section.lender:
+            self._prefer(section.lender)
+        elif section.global_segment_size:
             self.prefer_own()
+
+    def _prefer(self, segment: str) -> None:
+        """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
+        for config in (self._replicate, self._alone):
+            if hasattr(config, "preferred_segments"):
+                config.preferred_segments = [segment]
+            elif hasattr(config, "preferred_segment"):  # of older versions
+                config.preferred_segment = segment
 
     def prefer_own(self) -> None:
         """Put the first copy into the segment that this client lends, or will lend."""
         name = self._store.get_hostname()
-        _prefer(self._replicate, name)
-        _prefer(self._alone, name)
+        self._prefer(name)
         # A segment has one port in its name and listens on another, which the library does not report.
         host = name.rpartition(":")[0]
         self._own = frozenset(f"{host}:{port}" for port in connections.listening())
@@ -303,6 +312,21 @@ def put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list
     return answers, held
 
 
+def key_of(name: str) -> str:
+    """A name as a Mooncake key: the name itself, or a tilde and hex if C++ or a shell could not take it."""
+    if name.isascii() and name.isprintable() and not name.startswith("~"):
+        return name
+    return f"~{name.encode('utf-8', 'surrogatepass').hex()}"
+
+
+def first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
+    """The first blob of each name: the library accepts a key only once per batch."""
+    first: dict[str, Blob] = {}
+    for blob in blobs:
+        first.setdefault(blob.name, blob)
+    return first
+
+
 def registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
     """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
@@ -347,14 +371,6 @@ def _set_limits(section: MooncakeStorageSection) -> None:
     } | dict.fromkeys(STALL_LIMITS, str(STALL_S))
     for name, value in limits.items():
         os.environ.setdefault(name, value)
-
-
-def _prefer(config: Any, segment: str) -> None:
-    """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
-    if hasattr(config, "preferred_segments"):
-        config.preferred_segments = [segment]
-    elif hasattr(config, "preferred_segment"):  # of older versions
-        config.preferred_segment = segment
 
 
 def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:

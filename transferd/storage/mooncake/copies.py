@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -55,6 +56,7 @@ TASK_S = 90.0  # the library has given up a transfer by then
 ROUNDS = 3  # tries of an object, each with another node if one has failed
 REFRESH_S = 5.0  # how old the figures of the segments may be
 MOST_FOUND = 200_000  # objects of one pass
+REST = 100  # after a look, times what it took of a core: the watch takes a hundredth of it
 RECENT = 32_768  # keys with a known order of use, at least
 SPAN = 2**20  # more numbers than a call has keys
 
@@ -140,6 +142,7 @@ class Copies:
         self._missing: int | None = None
         self._watching: asyncio.Task[None] | None = None
         self._leaving = False
+        self._spent = 0.0  # seconds of a core that were spent on pages since the watch's last look
 
     def statistics(self) -> dict[str, Any]:
         known = {} if self._missing is None else {"copies_missing": self._missing}
@@ -193,8 +196,8 @@ class Copies:
             if self._leaving and not last:
                 raise StorageUnavailable("the daemon is stopping")
             self._by = by
-            own, can = await self._in_thread(lambda client: (client.own, client.can_copy))
-            if not can:
+            own = await self._own()
+            if not await self._in_thread(lambda client: client.can_copy):
                 raise RequestError("this version of Mooncake cannot copy objects", code="backend_cannot")
             found = await self._find(lambda held: wanted(held, own))
             return await self._make(found, lambda held: wanted(held, own))
@@ -206,7 +209,7 @@ class Copies:
         names, total = selection.names, Purged()
         keys = sorted(map(key_of, filter(selection.fits, names or ())))
         found = read_all(self.pages) if names is None else read_named(self.pages, keys)
-        while (some := await self._in_thread(lambda _: next(found, None))) is not None:
+        async for some in self._each(found):
             going = (
                 some if names is not None else [one for one in some if parts_of(one.key) and selection.fits(one.key)]
             )
@@ -225,35 +228,62 @@ class Copies:
         """Where the master's pages are. Raises ConfigError."""
         return pages_address(self._section.master_pages, self._section.master_server_addr)
 
-    async def _find(self, wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
-        address = self.pages
-        everything = read_all(address)
+    async def _own(self) -> frozenset[str]:
+        """This node's names among the holders: the daemon's, or that of the process that lends in its place.
+
+        Raises StorageUnavailable if that process lends nothing.
+        """
+        if not (lender := self._section.lender):
+            return await self._in_thread(lambda client: client.own)
+        segments = await self._in_thread(lambda _: read_segments(self.pages))
+        own = frozenset(one.node for one in segments if one.name == lender)
+        if not own:
+            raise StorageUnavailable(f"{lender} lends the pool nothing (storage.mooncake.lender): is it running?")
+        return own
+
+    async def _each(self, found: Iterator[list[PoolObject]]) -> AsyncIterator[list[PoolObject]]:
+        def more(_: PoolClient) -> list[PoolObject] | None:
+            began = time.thread_time()
+            try:
+                return next(found, None)
+            finally:
+                self._spent += time.thread_time() - began
+
+        while (some := await self._in_thread(more)) is not None:
+            yield some
+
+    async def _find(self, wanted: Callable[[PoolObject], bool], share: tuple[int, int] = (0, 1)) -> list[PoolObject]:
+        """What is wanted of the pool's objects, or of a share of them."""
         found: list[PoolObject] = []
-        while len(found) < MOST_FOUND and self._now() < self._by:
-            some = await self._in_thread(lambda _: next(everything, None))
-            if some is None:
-                break
+        async for some in self._each(read_all(self.pages, share)):
             found += filter(wanted, some)
+            if len(found) >= MOST_FOUND or self._now() >= self._by:
+                break
         return self.recent.first(found)
+
+    async def there(self, keys: Sequence[str]) -> set[str]:
+        """Those of these objects that the pool has now. Raises StorageError, ConfigError."""
+        return {held.key for held in await self._named(keys)}
+
+    async def _named(self, keys: Sequence[str]) -> list[PoolObject]:
+        return [held async for some in self._each(read_named(self.pages, keys)) for held in some]
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
-        named, now = read_named(self.pages, [held.key for held in some]), list[PoolObject]()
-        while (found := await self._in_thread(lambda _: next(named, None))) is not None:
-            now += filter(wanted, found)
-        return now
+        return list(filter(wanted, await self._named([held.key for held in some])))
 
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""
         seen: object = None
         failed = False
         while True:
-            await asyncio.sleep(self._section.mend_interval)
+            await asyncio.sleep(max(self._section.mend_interval, REST * self._spent))
+            self._spent = 0.0
             try:
                 segments = await self._in_thread(lambda _: read_segments(self.pages))
                 now = frozenset(one.name for one in segments), self._short()
                 if now != seen or self._missing:
-                    await self._look()
+                    await self._look(sorted({one.node for one in segments}))
                 seen, failed = now, False
             except TransferError as error:
                 if not failed:
@@ -264,23 +294,27 @@ class Copies:
         """How many objects only this node has, and their bytes. Raises ConfigError, StorageError."""
         async with self._turn:
             self._by = math.inf
-            own = await self._in_thread(lambda client: client.own)
+            own = await self._own()
             found = await self._find(lambda held: _alone(held, own))
         return len(found), sum(held.nbytes for held in found)
 
-    async def _look(self) -> None:
-        """Count the objects without enough copies that this node must mend, and mend them if that is configured."""
+    async def _look(self, nodes: Sequence[str]) -> None:
+        """Count the objects without enough copies in this node's share of all, and mend them if that is configured.
+
+        nodes: all that lend memory, in the same order on each.
+        """
         async with self._turn:
-            self._by = math.inf
-            own = await self._in_thread(lambda client: client.own)
+            self._by, missing = math.inf, 0
+            own = await self._own()
 
-            def ours(held: PoolObject) -> bool:
-                return _lacks(held, self._section.replica_num) and min(held.nodes) in own
+            def lacks(held: PoolObject) -> bool:
+                return _lacks(held, self._section.replica_num)
 
-            found = await self._find(ours)
-            self._missing = len(found)
-            if found and self._section.mend:
-                self._missing = (await self._make(found, ours)).left
+            for number in (number for number, node in enumerate(nodes) if node in own):
+                found = await self._find(lacks, (number, len(nodes)))
+                made = await self._make(found, lacks) if found and self._section.mend else None
+                missing += len(found) if made is None else made.left
+            self._missing = missing
 
     # --- making ---------------------------------------------------------------------------------------
 

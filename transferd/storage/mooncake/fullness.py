@@ -10,21 +10,41 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from transferd.errors import TransferError
+from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.observability.units import size
 from transferd.runtime.clock import Clock
+from transferd.storage.base import Found, Outcome
+from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.master_pages import LentMemory, read_page, read_segments
 
 TIMEOUT_S = 1.0
 BLIND_S = 60.0  # after a look that failed: no put waits for pages that do not answer
-_EVICTED = re.compile(r"^master_evicted_key_count (\d+)", re.MULTILINE)
+_COUNT = re.compile(r"^master_(evicted_)?key_count (\d+)", re.MULTILINE)
 
 
 class PoolState(NamedTuple):
-    """A pool's memory, and how many objects it has evicted so far."""
+    """A pool's memory, how many objects it has evicted so far, and how many it has."""
 
     memory: Sequence[LentMemory]
     evicted: int
+    objects: int = 0
+
+
+class Losses:
+    """Counts how often a pool may have lost objects between two looks: a node went, some were evicted or removed.
+
+    Objects that were removed while as many others were stored go unnoticed.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._before = PoolState((), 0)
+
+    def seen(self, now: PoolState) -> int:
+        before, self._before = self._before, now
+        gone = {one.name for one in before.memory} - {one.name for one in now.memory}
+        self._count += bool(gone) or now.evicted != before.evicted or now.objects < before.objects
+        return self._count
 
 
 def why_full(nbytes: int, before: PoolState | None, after: PoolState | None) -> str:
@@ -65,12 +85,29 @@ class Looks:
             return None
         try:
             address = self._address()
-            return await self._in_thread(lambda: _read(address))
+            return await self._in_thread(lambda: read_state(address))
         except TransferError:
             self._blind_until = self._now() + BLIND_S
             return None
 
 
-def _read(address: str) -> PoolState:
-    evicted = _EVICTED.search(read_page(address, "metrics", TIMEOUT_S))
-    return PoolState(read_segments(address, TIMEOUT_S), int(evicted[1]) if evicted else 0)
+def read_state(address: str) -> PoolState:
+    """The pool as the pages of a master show it. Raises StorageUnavailable."""
+    memory = read_segments(address, TIMEOUT_S)  # first, because only a master that leads answers
+    counts = {name: int(count) for name, count in _COUNT.findall(read_page(address, "metrics", TIMEOUT_S))}
+    return PoolState(memory, counts.get("evicted_", 0), counts.get("", 0))
+
+
+def not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
+    if code == error_codes.UNSEEN:
+        return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
+    if code == error_codes.NO_AVAILABLE_HANDLE:
+        why = why_full(nbytes, before, after) or error_codes.describe(code)
+        what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
+        return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
+    return failed("store", key, code)
+
+
+def failed(verb: str, key: str, code: int) -> Outcome:
+    kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
+    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))

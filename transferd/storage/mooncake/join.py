@@ -76,6 +76,12 @@ def check_section(section: MooncakeStorageSection) -> None:
     if 0 < section.global_segment_size < LEAST_SEGMENT:
         what = f"must be 0 or at least {Size(LEAST_SEGMENT)}, the smallest segment that Mooncake accepts"
         raise ConfigError("storage.mooncake.global_segment_size", what, str(section.global_segment_size))
+    if section.lender and host_and_port(section.lender) is None:
+        raise ConfigError("storage.mooncake.lender", "expected host:port", section.lender)
+    for name in ("segment_per_rank", "drain_at_stop"):
+        if section.lender and (value := getattr(section, name)):
+            what = "is for a daemon that lends its memory itself: leave it out, or storage.mooncake.lender"
+            raise ConfigError(f"storage.mooncake.{name}", what, str(value))
 
 
 def reachable(section: MooncakeStorageSection, dialled: Dialled | None) -> MooncakeStorageSection:

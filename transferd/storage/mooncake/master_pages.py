@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import json
-import shutil
 import tempfile
+import urllib.error
 import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -24,6 +26,7 @@ DEFAULT_PORT = 9003  # the same as Mooncake's default
 BATCH = 256  # names in a request
 IN_MEMORY = 4 * 1024**2  # of the list of all names; the rest of it waits in a file
 TIMEOUT_S = 5.0  # a stop may have to wait for it
+_answered: dict[str, str] = {}  # by addresses: the one that answered last
 
 
 class LentMemory(NamedTuple):
@@ -45,14 +48,14 @@ class PoolObject(NamedTuple):
 
 
 def pages_address(configured: str, master: str) -> str:
-    """Where the pages of a master are. Raises ConfigError."""
+    """Where the pages of a master are, or of each master of several. Raises ConfigError."""
     if configured:
-        if host_and_port(configured) is None:
-            raise ConfigError("storage.mooncake.master_pages", "expected host:port", configured)
+        if None in map(host_and_port, configured.split(",")):
+            raise ConfigError("storage.mooncake.master_pages", "expected host:port,…", configured)
         return configured
     host, colon, port = master.rpartition(":")
     if "://" in master or not colon or not port:
-        what = "is needed to find objects: host:port of the master's HTTP pages (its --metrics_port)"
+        what = "is needed to find objects: host:port of each master's HTTP pages (its --metrics_port), with commas"
         raise ConfigError("storage.mooncake.master_pages", what)
     return f"{host}:{DEFAULT_PORT}"
 
@@ -79,14 +82,16 @@ def read_objects(address: str, keys: Sequence[str]) -> list[PoolObject]:
         return [_object(key, found[key]["values"]) for key in keys if key in found and found[key]["values"]]
 
 
-def read_all(address: str) -> Iterator[list[PoolObject]]:
-    """All objects of the pool, BATCH objects at a time. Raises StorageUnavailable.
+def read_all(address: str, share: tuple[int, int] = (0, 1)) -> Iterator[list[PoolObject]]:
+    """All objects of the pool, or one share of so many, BATCH objects at a time. Raises StorageUnavailable.
 
     An object that comes or goes meanwhile may be missing. A key with a comma is left out: a query cannot name it.
     """
+    number, shares = share
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as listed:
         with _opened(address, "get_all_keys", TIMEOUT_S) as response:
-            shutil.copyfileobj(response, listed)
+            lines = io.BufferedReader(response, IN_MEMORY)
+            listed.writelines(line for line in lines if zlib.crc32(line) % shares == number)
         listed.seek(0)
         keys = (line.decode("utf-8", "replace").rstrip("\n") for line in listed)
         askable = (key for key in keys if key and "," not in key)
@@ -117,14 +122,31 @@ def _object(key: str, copies: Sequence[dict[str, object]]) -> PoolObject:
 
 @contextlib.contextmanager
 def _opened(address: str, page: str, timeout: float) -> Iterator[http.client.HTTPResponse]:
-    try:
-        with urllib.request.urlopen(f"http://{address}/{page}", timeout=timeout) as response:
-            yield response
-    except (OSError, http.client.HTTPException) as error:
-        # urllib puts the reason into an error of its own.
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        why = why.strerror if isinstance(why, OSError) and why.strerror else why
-        raise StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?") from error
+    """The page of the master that leads; the others answer 503. Raises StorageUnavailable."""
+    failure: Exception | None = None
+    for one in sorted(address.split(","), key=lambda one: one != _answered.get(address)):
+        try:
+            response = urllib.request.urlopen(f"http://{one}/{page}", timeout=timeout)
+        except (OSError, http.client.HTTPException) as error:
+            failure = failure or error
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+            continue
+        _answered[address] = one
+        with response:
+            try:
+                yield response
+            except (OSError, http.client.HTTPException) as error:
+                raise _no_answer(one, error) from error
+        return
+    raise _no_answer(address, failure) from failure
+
+
+def _no_answer(address: str, error: Exception | None) -> StorageUnavailable:
+    # urllib puts the reason into an error of its own.
+    why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+    why = why.strerror if isinstance(why, OSError) and why.strerror else why
+    return StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?")
 
 
 @contextlib.contextmanager

@@ -198,7 +198,8 @@ class Peers:
             while not call.ended and (down := [peer for peer in suspects if peer.why]):
                 await self._end_connections(down)
                 await call.ends(CUT_S)
-                if self._clock.monotonic() >= until:  # it waits for something that we cannot end
+                # It waits for something that we cannot end. (A put ends, and its copies are made elsewhere.)
+                if self._clock.monotonic() >= until and call.peers:
                     call.leave(StorageUnavailable(unreachable(down[0].endpoint, down[0].why)))
             await call.ends(ASK_AGAIN_S)
 

@@ -2,15 +2,14 @@
 
 Theory of operation
 -------------------
-The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. So `put` returns only
-when the native call has returned, even if the caller is cancelled. `get` is answered as soon as we know that the call
-hangs because of the master or a node (`LeftRunning`); its `Outcomes` say when the buffers are free. Otherwise the
-worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens if
-a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
+The library blocks, cannot be interrupted, and uses the buffers of a call until the call returns. `put` and `get` are
+answered as soon as we know that the call hangs because of the master, `get` also because of a node (`LeftRunning`);
+their `Outcomes` say when the buffers are free. A put that was left counts as failed, whatever becomes of it. Otherwise
+the worker makes sure that a task is answered in time: it stops waiting and leaves the buffers leased. The breaker opens
+if a call reports that the master does not answer, or if a call is overdue. Then the next calls fail at once, and so do
 those that wait for a thread or are overdue. We do not use `health_check`: it answers "healthy" with the master dead.
 
-**One data call at a time**, made of everything that has arrived meanwhile (native_calls.py), with its lookup in the
-same thread.
+**One data call at a time**, made of all that has arrived meanwhile (native_calls.py), and its lookup in that thread.
 
 **A put counts only after a lookup.** The library also answers 0 for a key that another client is writing at
 this moment, or never finished writing; it then transfers nothing, and a get finds nothing. So the backend looks up
@@ -46,18 +45,26 @@ import msgspec
 import structlog
 
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import Config, MooncakeStorageSection
-from transferd.errors import StillRunning, StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.config import Config, MooncakeStorageSection, Size
+from transferd.errors import StillRunning, StorageError, StorageUnavailable, TransferError
 from transferd.runtime.aio import answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes, PoolNode, SlotStorage
+from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Index, Outcome, Outcomes, PoolNode, SlotStorage
 from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient, longest_transfer, put_and_look, registered_address
+from transferd.storage.mooncake.client import (
+    KeyBatch,
+    PoolClient,
+    first_of_each,
+    key_of,
+    longest_transfer,
+    put_and_look,
+    registered_address,
+)
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
-from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
+from transferd.storage.mooncake.fullness import Looks, Losses, PoolState, failed, not_stored, read_state
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
@@ -90,7 +97,7 @@ _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_ro
            "under_replicated")  # fmt: skip
 
 
-class MooncakeStorage(SlotStorage, PoolNode):
+class MooncakeStorage(SlotStorage, PoolNode, Index):
     """A client of one pool, for all ranks of this daemon. Owns the client and its threads from `open` to `close`.
 
     layout: the layout of `model`'s blocks, to record in the pool and compare with others; None to record nothing.
@@ -114,6 +121,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         set_up: SetUp = connect,
         asker: Asker = ask,
     ) -> None:
+        if section.lender:  # that process lends it
+            section = msgspec.structs.replace(section, global_segment_size=Size(0))
         self._section = section
         self._clock = clock
         self._set_up = set_up
@@ -131,6 +140,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
+        self._lost = Losses()
+        self._left: Callable[[str], object] = lambda _: None
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, self._peers.met)
@@ -147,7 +158,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     def memory_of(cls, config: Config) -> int:
         section = config.storage.mooncake
         segments = config.cache.ranks if section.segment_per_rank and config.cache is not None else 1
-        return segments * section.global_segment_size + section.local_buffer_size
+        return (0 if section.lender else segments * section.global_segment_size) + section.local_buffer_size
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -209,8 +220,26 @@ class MooncakeStorage(SlotStorage, PoolNode):
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
 
+    @property
+    def index(self) -> Index:
+        return self
+
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
+        """Reports what `report_lost` does not find."""
+        self._left = left
+        return False
+
+    async def losses(self) -> int:
+        return self._lost.seen(await self._copying_call(lambda _: read_state(self._copies.pages)))
+
+    async def report_lost(self, names: Sequence[str]) -> None:
+        there = await self._copies.there([key_of(name) for name in names])
+        for name in names:
+            if key_of(name) not in there:
+                self._left(name)
+
     async def only_here(self) -> tuple[int, int]:
-        return await self._copies.alone()
+        return (0, 0) if self._section.lender else await self._copies.alone()
 
     async def leave(self, within_s: float) -> None:
         try:
@@ -230,7 +259,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
     async def exists(self, names: Sequence[str]) -> list[bool]:
         if not names:
             return []
-        keys = [_key(name) for name in names]
+        keys = [key_of(name) for name in names]
         self._copies.recent.used(keys)
         found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
         wrong = next((code for code in found if code not in (0, 1)), None)
@@ -243,19 +272,22 @@ class MooncakeStorage(SlotStorage, PoolNode):
         return [code == 1 and not self._suspects.avoided(key) for key, code in zip(keys, found, strict=True)]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        first = _first_of_each(blobs)
+        first = first_of_each(blobs)
         if not first:
             return []
-        outcomes = await self._counted(self._put(self._batch(first)))
+        try:
+            outcomes = await self._counted(self._put(self._batch(first)))
+        except LeftRunning as error:  # nobody knows what is stored, and the library may still read the slots
+            return Outcomes.after([Outcome(Found.FAILED, error)] * len(blobs), {error.ended})
         self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes.values())
-        return [outcomes[_key(blob.name)] for blob in blobs]
+        return [outcomes[key_of(blob.name)] for blob in blobs]
 
     async def get(self, blobs: Sequence[Blob]) -> list[Outcome]:
-        first = _first_of_each(blobs)
+        first = first_of_each(blobs)
         if not first:
             return []
         outcomes = await self._counted(self._get(self._batch(first)))
-        answers = [outcomes[_key(blob.name)] for blob in blobs]
+        answers = [outcomes[key_of(blob.name)] for blob in blobs]
         for blob, outcome in zip(blobs, answers, strict=True):
             self._counts[_COUNTED_AS[outcome.found]] += 1
             if outcome is FOUND and blob is not first[blob.name]:
@@ -266,12 +298,12 @@ class MooncakeStorage(SlotStorage, PoolNode):
     def quarantine(self, name: str) -> Awaitable[None]:
         """Read it once more, or avoid it (suspects.py). The object stays: others may be able to read it."""
         self._counts["corrupt"] += 1
-        self._suspects.damaged(_key(name))
+        self._suspects.damaged(key_of(name))
         return answered(None)
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         check_shared(selection)
-        return await self._copies.purge(selection, _key, dry_run=dry_run)
+        return await self._copies.purge(selection, key_of, dry_run=dry_run)
 
     async def _counted(self, call: Coroutine[Any, Any, T]) -> T:
         """Await a call to its end. Counts one error if the whole call fails."""
@@ -305,7 +337,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
 
     def _batch(self, first: dict[str, Blob]) -> KeyBatch:
         addresses = [registered_address(blob, self._registered) for blob in first.values()]
-        return KeyBatch([_key(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
+        return KeyBatch([key_of(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
 
     # --- put ----------------------------------------------------------------------------------------
 
@@ -337,7 +369,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         self._suspects.stored(key for key in doubted if answers[key] == error_codes.OK)
         after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
         return {
-            key: STORED if code == error_codes.OK else _not_stored(key, code, sizes[key], before, after)
+            key: STORED if code == error_codes.OK else not_stored(key, code, sizes[key], before, after)
             for key, code in answers.items()
         }
 
@@ -376,6 +408,8 @@ class MooncakeStorage(SlotStorage, PoolNode):
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
             still = await self._take_over(missing)
+        except LeftRunning:
+            raise
         except StorageUnavailable:
             return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
         return dict.fromkeys(unseen.keys, error_codes.OK) | still
@@ -422,7 +456,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
             elif code >= 0 or code == error_codes.INVALID_PARAMS:
                 odd.append(key)
             else:
-                outcomes[key] = MISSING if code in error_codes.NOT_THERE else _failed("load", key, code)
+                outcomes[key] = MISSING if code in error_codes.NOT_THERE else failed("load", key, code)
         self._suspects.came(key for key in doubted if outcomes.get(key) is FOUND)
         return outcomes | await self._misfits(batch.only(odd))
 
@@ -439,7 +473,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
             if length >= 0 and length != size:
                 self._counts["wrong_length"] += 1
                 self._suspects.avoid(key)
-            outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else _failed("load", key, length)
+            outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else failed("load", key, length)
         return outcomes
 
     # --- native calls -------------------------------------------------------------------------------
@@ -448,7 +482,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered. Unless it stores, also as soon as the breaker opens because calls hang.
+        answered. Also as soon as the breaker opens because calls hang.
         """
         return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
 
@@ -464,8 +498,7 @@ class MooncakeStorage(SlotStorage, PoolNode):
         call = Call()
         making = self._to_its_end(calls, kind, lambda: work(client, call), moves, call)
         made = asyncio.ensure_future(making)
-        if kind is not CallKind.STORE:
-            await call.over()
+        await call.over()
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
         answers = await made
@@ -565,33 +598,3 @@ class MooncakeStorage(SlotStorage, PoolNode):
         client, calls = self._opened()
         found = await calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
         return found[0] in (0, 1)
-
-
-def _key(name: str) -> str:
-    """A name as a Mooncake key: the name itself, or a tilde and hex if C++ or a shell could not take it."""
-    if name.isascii() and name.isprintable() and not name.startswith("~"):
-        return name
-    return f"~{name.encode('utf-8', 'surrogatepass').hex()}"
-
-
-def _first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
-    """The first blob of each name: the library accepts a key only once per batch."""
-    first: dict[str, Blob] = {}
-    for blob in blobs:
-        first.setdefault(blob.name, blob)
-    return first
-
-
-def _not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after: PoolState | None) -> Outcome:
-    if code == error_codes.UNSEEN:
-        return Outcome(Found.FAILED, StorageError(f"another client is writing {key} and has not finished"))
-    if code == error_codes.NO_AVAILABLE_HANDLE:
-        why = why_full(nbytes, before, after) or error_codes.describe(code)
-        what = f"no segment of the pool has room for an object of {nbytes} bytes ({why})"
-        return Outcome(Found.FAILED, StorageFull(what, refusal="passing"))  # the pool evicts
-    return _failed("store", key, code)
-
-
-def _failed(verb: str, key: str, code: int) -> Outcome:
-    kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))

@@ -1,0 +1,92 @@
+"""A daemon is restarted, stopped or killed, and what its node lends stays: another process lends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.machine.rack.engine import Engine, engine
+from tests.machine.rack.lab import Lab, laboratory
+from tests.machine.rack.test_leaving import CHAINS, has_segments, share_that_matches
+from tests.support.waits import stats_until
+from transferd import Status
+from transferd.cli.pool.master import master_executable
+
+pytestmark = [
+    pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
+    pytest.mark.one_loop,
+]
+OURS = CHAINS[:6]
+
+
+@contextlib.contextmanager
+def lending(lab: Lab, number: int) -> Iterator[dict[str, Any]]:
+    """`transferd pool lend` on a node. Yields what its daemon's settings have besides."""
+    pool = {"lender": f"{lab.address(number)}:17999", "global_segment_size": "64MiB"}
+    sets = [f"--set=storage.mooncake.{name}={value}" for name, value in pool.items()]
+    sets.append(f"--set=storage.mooncake.master_server_addr={lab.master.address}")
+    with (lab.directory / "lend.log").open("wb") as log:
+        line = [*lab.inside(number), sys.executable, "-m", "transferd", "pool", "lend", *sets]
+        process = subprocess.Popen(line, stdout=log, stderr=log)
+    try:
+        yield pool
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def reads_on(reader: Engine, ended: asyncio.Event) -> list[Status]:
+    """Reads of the node's chains, one after the other, until `ended`."""
+    statuses = list[Status]()
+    while not ended.is_set():
+        statuses += [(await reader.read(chain)).status for chain in OURS]
+    return statuses
+
+
+@contextlib.asynccontextmanager
+async def reading(reader: Engine) -> AsyncIterator[list[Status]]:
+    ended, statuses = asyncio.Event(), list[Status]()
+    running = asyncio.ensure_future(reads_on(reader, ended))
+    yield statuses
+    ended.set()
+    statuses += await running
+
+
+@pytest.mark.parametrize("levels", [(), ("memory", "mooncake")], ids=["alone", "memory mooncake"])
+async def test_a_restarted_node_has_every_chain_and_the_others_read_it_meanwhile(
+    tmp_path: Path, levels: tuple[str, ...]
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        lab = stack.enter_context(laboratory(tmp_path, nodes=2))
+        lent = stack.enter_context(lending(lab, 1))
+        await has_segments(lab, 1)
+        other = await stack.enter_async_context(engine(lab.daemon(2, levels=levels)))
+        await has_segments(lab, 2)
+        process = lab.daemon(1, levels=levels, **lent)
+        async with engine(process) as writer:
+            for chain in OURS:
+                await writer.until_stored(chain)
+            if levels:
+                await stats_until(writer.client, lambda report: not any_pending(report))
+        for end in ("stop", "kill", "stop"):
+            async with reading(other) as statuses:
+                began = time.monotonic()
+                process.kill() if end == "kill" else process.stop()
+                process = lab.daemon(1, levels=levels, **lent)
+                async with engine(process) as restarted:
+                    took = time.monotonic() - began
+                    assert await share_that_matches(restarted, OURS) == 1.0
+            print(f"{levels or 'alone'}, {end}: back after {took:.1f} s; {len(statuses)} reads of others meanwhile")
+            assert set(statuses) == {Status.OK}
+
+
+def any_pending(report: dict[str, Any]) -> bool:
+    return any(level["pending_bytes"] for level in report["storage"]["levels"])
