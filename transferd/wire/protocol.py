@@ -159,14 +159,11 @@ class Match(ControlRequest, frozen=True, tag="match"):
 
 
 class Exists(ControlRequest, frozen=True, tag="exists"):
-    """Value: one bool for each key: whether every rank can load its block. use: it counts as a use of the blocks.
-
-    lease: keep those that are there from being evicted for so many seconds; the value is a Leased (wire/answers.py).
-    """
+    """Value: one bool for each key: whether every rank can load its block; with `lease`, a Leased (wire/answers.py)."""
 
     keys: list[str]
-    use: bool = True
-    lease: Annotated[float, msgspec.Meta(ge=0, le=1e8)] = 0.0
+    use: bool = True  # it counts as a use of the blocks
+    lease: Annotated[float, msgspec.Meta(ge=0, le=1e8)] = 0.0  # seconds for which what is there is not evicted
 
 
 class Locate(ControlRequest, frozen=True, tag="locate"):
