@@ -36,14 +36,13 @@ import enum
 import operator
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
-from transferd.storage.lent import lent_by
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
 from transferd.storage.queues import UNSAVED
@@ -52,8 +51,6 @@ from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
 from transferd.tiers.staging import CHUNK_BYTES
 from transferd.wire.answers import Purged, StoreDirectory
-
-S = TypeVar("S")
 
 
 class Found(enum.Enum):
@@ -155,45 +152,6 @@ def as_chain(items: Sequence[Item]) -> list[Item]:
     """The items, each with a use and a depth. Items without a use are one chain, also if they are stored apart."""
     alone = Use()
     return [item if item.use is not None else Item(item.name, item.nbytes, alone, i) for i, item in enumerate(items)]
-
-
-def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
-    """Some of a call's items, or of its slots, for a call of their own."""
-    return [each[i] for i in which]
-
-
-def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
-    """The `fill` of a call for `chosen` items."""
-    return fill and _ChosenFill(fill, which)
-
-
-def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
-    """The `drain` of a call for `chosen` items."""
-    return drain and _ChosenDrain(drain, which)
-
-
-class _ChosenFill:
-    def __init__(self, fill: Fill, which: Sequence[int]) -> None:
-        self._fill, self._which = fill, which
-        lent = lent_by(fill)
-        self.lent = lent and lent.chosen(which)
-
-    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
-        return self._fill(self._which[i], data, near)
-
-
-class _ChosenDrain:
-    def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
-        self._drain, self._which = drain, which
-        lent = lent_by(drain)
-        self.lent = lent and lent.chosen(which)
-
-    @property
-    def wanted(self) -> bool:
-        return self._drain.wanted
-
-    def __call__(self, i: int, data: memoryview, /) -> bool:
-        return self._drain(self._which[i], data)
 
 
 class Outcomes(list[Outcome]):

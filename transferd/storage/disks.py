@@ -30,26 +30,12 @@ from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction
-from transferd.storage.base import (
-    MISSING,
-    Drainer,
-    Fill,
-    Found,
-    Index,
-    Item,
-    Noted,
-    Outcome,
-    Storage,
-    added,
-    as_chain,
-    chosen,
-    chosen_drain,
-    chosen_fill,
-)
+from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Noted, Outcome, Storage, added, as_chain
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
 from transferd.storage.keeping import Keeper
+from transferd.storage.lent import chosen, chosen_drain, chosen_fill
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
 from transferd.storage.queues import UNSAVED

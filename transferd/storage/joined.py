@@ -43,10 +43,8 @@ from transferd.storage.base import (
     Outcomes,
     Storage,
     added,
-    chosen,
-    chosen_drain,
 )
-from transferd.storage.lent import Lent, lent_by
+from transferd.storage.lent import Lent, chosen, chosen_drain, lent_by
 from transferd.tiers.base import INLINE_BYTES
 
 FOLLOW_S = 2.0  # far longer than a load that moves its bytes

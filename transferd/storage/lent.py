@@ -1,9 +1,13 @@
-"""Blocks that a task lends to the C extensions for a call of a storage."""
+"""Blocks that a task lends to the C extensions for a call of a storage, or for a part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from transferd.storage.base import Drainer, Fill
+
+S = TypeVar("S")
 
 
 class Lent(NamedTuple):
@@ -27,3 +31,42 @@ class Lent(NamedTuple):
 def lent_by(call: object) -> Lent | None:
     """The blocks that a Fill or a Drainer lends to the extensions; None if it lends none."""
     return getattr(call, "lent", None)
+
+
+def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
+    """Some of a call's items, or of its slots, for a call of their own."""
+    return [each[i] for i in which]
+
+
+def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
+    """The `fill` of a call for `chosen` items."""
+    return fill and _ChosenFill(fill, which)
+
+
+def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
+    """The `drain` of a call for `chosen` items."""
+    return drain and _ChosenDrain(drain, which)
+
+
+class _ChosenFill:
+    def __init__(self, fill: Fill, which: Sequence[int]) -> None:
+        self._fill, self._which = fill, which
+        lent = lent_by(fill)
+        self.lent = lent and lent.chosen(which)
+
+    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
+        return self._fill(self._which[i], data, near)
+
+
+class _ChosenDrain:
+    def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
+        self._drain, self._which = drain, which
+        lent = lent_by(drain)
+        self.lent = lent and lent.chosen(which)
+
+    @property
+    def wanted(self) -> bool:
+        return self._drain.wanted
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        return self._drain(self._which[i], data)

@@ -13,7 +13,8 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, chosen, chosen_fill
+from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes
+from transferd.storage.lent import chosen, chosen_fill
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.write_back import Unsaved, WriteBack
