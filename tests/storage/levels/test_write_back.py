@@ -15,10 +15,11 @@ from tests.support.waits import until
 from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Outcome, as_chain
-from transferd.storage.levels import write_back
+from transferd.storage.levels import sweep, write_back
 from transferd.storage.levels.base import Proof
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.selection import Selection
 
 KIB = 1024
 
@@ -311,6 +312,25 @@ async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(
     assert [outcome for outcome, _ in await store.get((name(1), KIB))] == [MISSING]
     assert lost(store) == {"quarantined": 1}
     assert not store.levels.all_levels[1].bad
+
+
+async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a level knows owners, so a purge by owner forbids all copies. The level below went on lacking this one."""
+    monkeypatch.setattr(sweep, "EVERY_S", 0.01)
+    store, _, lower = await two(open_storage)
+    lower.gate.clear()
+    assert await store.put((name(1), content(1))) == [STORED]
+    await until(lambda: lower.waiting, "the copy runs")
+    purging = asyncio.ensure_future(store.storage.keeper.purge(Selection(owner="another")))
+    await asyncio.sleep(0)
+    lower.gate.set()
+    await purging
+    await until(lambda: lower.stores == [name(1)] * 2, "it is copied again")
+    await store.levels.flush(10)
+    assert await there(lower, 1)
+    assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
 
 
 async def test_a_damaged_copy_below_is_made_again_from_the_one_above(open_storage: Open) -> None:

@@ -122,6 +122,7 @@ class Story(Judge):
         self.rotten: set[str] = set()  # keys whose files were damaged: whoever finds that sets them aside
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
+        self.purged_in_part: set[str] = set()  # of these, while a disk was away: a kill may forget it
         self.pinned: set[str] = set()  # keys that were ever pinned
         self.started: dict[str, float] = {}  # when the latest store of a key began, and the latest that went well
         self.own: dict[str, float] = {}
@@ -235,6 +236,8 @@ class Story(Judge):
         self.working.clear()
         self.storing.clear()
         self.drained.clear()
+        self.purged -= self.purged_in_part
+        self.purged_in_part.clear()
         if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
             self.purged.clear()
 
@@ -437,8 +440,9 @@ class Story(Judge):
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         self.check_purged(gone, aside, missed)
-        if not missed:
-            self.purged |= gone
+        self.purged |= gone  # what a disk that was away brings back goes before it serves
+        if missed:
+            self.purged_in_part |= gone
 
     def _drain(self) -> Any:
         names = self.levels
@@ -565,8 +569,8 @@ class Story(Judge):
         await self.use(self.levels if len(self.levels) > 1 else ())
         self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
         await asyncio.sleep(CALM_S)
-        for key in self.keys:  # notices what vanished or rotted
-            await self.read([key])
+        if "b" in self.shape:  # nobody else looks at what vanished from it
+            await self.check_reads()
         await asyncio.sleep(CALM_S)
 
     async def check_reads(self) -> None:

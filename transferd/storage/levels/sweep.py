@@ -32,7 +32,6 @@ from transferd.storage.lru import Use
 EVERY_S = 60.0
 MOST = 2**17  # names that are remembered for each level; beyond, the oldest are forgotten
 RECHECKS_A_SECOND = 10.0  # of a level that others change: each is a request that a bucket's owner pays for
-FINAL = ("purged", "quarantined", "gone", "close")  # copies that ended so are not to be made
 
 
 class Sweep:
@@ -69,8 +68,9 @@ class Sweep:
 
     def ended(self, name: str, level: StoreLevel, why: str) -> None:
         """Note that a copy to this level was given up, for this reason."""
-        if why not in FINAL:
-            self._remember(self._to(level), name)
+        back = self._to(level)
+        if why != "close" and self._source(back, name) is not None:  # also what another owner's purge has forbidden
+            self._remember(back, name)
 
     def used(self, items: Iterable[Item]) -> None:
         """After uses: queue what lower levels lack, as far as little waits there."""
