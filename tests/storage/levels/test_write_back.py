@@ -333,6 +333,20 @@ async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
 
 
+async def test_what_is_stored_while_a_level_is_out_is_copied_when_it_is_back(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed above alone until its next use."""
+    monkeypatch.setattr(sweep, "EVERY_S", 0.01)
+    store, _, lower = await two(open_storage)
+    await store.levels.change("lower", leaves=True)
+    assert await store.put((name(1), content(1))) == [STORED]
+    store.levels._touch_now()  # the store was a use, which is passed on a moment later
+    assert not lower.stores
+    await store.levels.change("lower", leaves=False)
+    await until(lambda: lower.stores == [name(1)], "it is copied")
+
+
 async def test_a_damaged_copy_below_is_made_again_from_the_one_above(open_storage: Open) -> None:
     store, _, lower = await two(open_storage)
     assert await store.put((name(1), content(1))) == [STORED]

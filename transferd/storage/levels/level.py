@@ -231,6 +231,11 @@ class StoreLevel:
         return self.storage.unusable() or ("it is too slow" if self.loads.out else "")
 
     @property
+    def away(self) -> bool:
+        """Whether nothing can be copied to it, for longer than a moment."""
+        return self.leaving or bool(self.storage.unusable())
+
+    @property
     def state(self) -> str:
         return "drained" if self.drained else "draining" if self.leaving else "used"
 

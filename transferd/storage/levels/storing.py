@@ -89,6 +89,8 @@ class Storing:
         if lacking is None:
             below = parts.write_backs[level.number :]
             lacking = [one for one in below if self.lacks(one.level, name)]
+            for one_out in [one.level for one in below if one.level.known and one.level.away]:
+                self.given_up(name, one_out, "down")  # until it is back
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
@@ -117,11 +119,9 @@ class Storing:
 
     def lacks(self, level: StoreLevel, name: str) -> bool:
         """Whether an object is to be copied to this level, as far as that is known. No promise may rest on it."""
-        if level.leaving:
-            return False
         if level.known:
-            return level.has([name]) == [False] and not level.storage.unusable()
-        return level.hint(name) is None
+            return level.has([name]) == [False] and not level.away
+        return level.hint(name) is None and not level.leaving
 
     def urgent(self, use: Use) -> frozenset[int]:
         """The levels that a store by this use must reach before its answer."""

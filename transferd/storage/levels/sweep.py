@@ -128,9 +128,10 @@ class Sweep:
 
     def _lost(self, back: WriteBack, name: str) -> None:
         """An object has left a level that knows its objects, and was not evicted."""
-        if self._parts.fences.purging(name) or self._source(back, name) is None:
+        if self._source(back, name) is None:
             return
-        if back.has_leisure and not back.level.out_for_stores:
+        purging = self._parts.fences.purging(name)  # perhaps of the copies above, too
+        if back.has_leisure and not back.level.out_for_stores and not purging:
             self._queue(back, name, {}, 0)
         else:
             self._remember(back, name)
