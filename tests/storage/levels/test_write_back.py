@@ -323,7 +323,7 @@ async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(
     lower.gate.clear()
     assert await store.put((name(1), content(1))) == [STORED]
     await until(lambda: lower.waiting, "the copy runs")
-    purging = asyncio.ensure_future(store.storage.keeper.purge(Selection(owner="another")))
+    purging = asyncio.ensure_future(store.levels.keeper.purge(Selection(owner="another")))
     await asyncio.sleep(0)
     lower.gate.set()
     await purging
