@@ -21,7 +21,7 @@ GROUPS = ("store", "cache", "control", "reports")
 ITS_OWN = {
     *("connect", "close", "wait_ready", "connected", "endpoint", "boot_id", "generation", "identity", "on_new_boot"),
     *("submit", "insist", "push", "cancel", "settled", "unsettled", "write_all", "read_all", "pd_address", "ping"),
-    *("count_not_stored", "dropped", "unusable", "used", "retried", "withdraw"),
+    *("count_not_stored", "dropped", "unusable", "used", "retried", "withdraw", "lease"),
 }
 
 

@@ -55,7 +55,7 @@ def test_a_refused_act_and_one_whose_client_left_are_none_and_few_are_kept() -> 
     assert len(acts.report()) == KEPT
 
 
-def test_a_refused_reload_is_a_concern_until_one_succeeds() -> None:
+async def test_a_refused_reload_is_a_concern_until_one_succeeds() -> None:
     world = World()
     world.tree["log"] = {"level": "loud"}
     world.reload()

@@ -22,7 +22,8 @@ from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX
 
 TREE: dict[str, Any] = {
-    "server": {"shutdown_timeout": 3.0, "deadline_slack": 0.2},
+    "server": {"shutdown_timeout": 3.0},
+    "tuning": {"server": {"deadline_slack": 0.2}},
     "cache": {"ranks": 1, "layers": 2, "kv_heads": 2, "head_dim": 8, "block_size": 16, "device_blocks": 16},
     "storage": {"backend": "file"},
 }

@@ -35,7 +35,8 @@ ANSWERED_S = 20.0  # far more than any timeout here, and far less than for ever
 
 def config(**log: Any) -> dict[str, dict[str, Any]]:
     return {
-        "server": {"deadline_slack": 0.2, "lane_depth": PAIRS, "shutdown_timeout": 5.0},
+        "server": {"shutdown_timeout": 5.0},
+        "tuning": {"server": {"deadline_slack": 0.2, "lane_depth": PAIRS}},
         "cache": {"ranks": 2, "layers": 2, "kv_heads": 1, "head_dim": 8, "block_size": 4, "device_blocks": 64}
         | {"host_blocks": 64, "device": "tests.support.sabotage:SabotagedDevice"},
         "host": {"staging": "64KiB"},

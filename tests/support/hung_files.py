@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from collections.abc import Sequence
 
-from transferd.storage.base import Item, Take
-from transferd.storage.batch import Answer
+from transferd.storage.base import Drainer
+from transferd.storage.batch import Answer, Read, StoreBatch, Write
 from transferd.storage.file import FileStorage
 
 HANGS = ".hangs"
@@ -21,13 +21,13 @@ class HungFiles(FileStorage):
 
     backend = "hung"
 
-    def _write(self, name: str, data: memoryview, spare: Any) -> None:
+    def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         self._hang()
-        super()._write(name, data, spare)
+        super()._write_run(batch, run)
 
-    def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
+    def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
         self._hang()
-        return super()._read(item, slot, take)
+        return super()._read_run(drain, slots, run)
 
     def _hang(self) -> None:
         while os.path.exists(self._path + HANGS):
