@@ -569,7 +569,8 @@ class Story(Judge):
         await self.use(self.levels if len(self.levels) > 1 else ())
         self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
         await asyncio.sleep(CALM_S)
-        if "b" in self.shape:  # nobody else looks at what vanished from it
+        # Nobody else looks at what vanished from a bucket; and what was evicted is copied again at its next use.
+        if "b" in self.shape or (self.disks is not None and self.disks.storage.statistics()["evictions"]):
             await self.check_reads()
         await asyncio.sleep(CALM_S)
 
