@@ -245,7 +245,7 @@ def test_each_reason_is_one_that_the_report_names_and_the_command_explains() -> 
     assert wire.Why in wire.CONTROLS
 
 
-def test_a_miss_looks_in_few_other_places_however_many_engines_and_generations_there_are(
+async def test_a_miss_looks_in_few_other_places_however_many_engines_and_generations_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is asked on the loop, for each look-up that misses."""

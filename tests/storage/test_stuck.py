@@ -13,6 +13,7 @@ from tests.support import native
 from tests.support.blobs import put as put_blobs
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import STORED, Blob, Found
+from transferd.storage.selection import Selection
 from transferd.storage.stuck import FAILING
 
 DENIED = "storage_denied"
@@ -143,4 +144,18 @@ async def test_a_bad_object_on_a_disk_that_is_read_only_goes_when_it_can(
     storage._stuck.try_again()
     await storage._effects.end()
     assert sorted(storage.objects) == ["1/0"]
+    assert storage._stuck.statistics()["stuck"] == 0
+
+
+async def test_a_purge_removes_bad_objects_that_could_not_be_put_aside_or_says_so(open_storage: Open) -> None:
+    """A restart would have found them, and their medium may be well again."""
+    storage = await filled(open_storage, 2)
+    failing = StorageError("bad", code="storage_io")
+    storage.failures |= {"aside 0/0": failing, "remove 0/0": failing}
+    await storage.quarantine("0/0")
+    with pytest.raises(StorageError, match="1 objects could not be removed"):
+        await storage.keeper.purge(Selection())
+    assert sorted(storage.objects) == ["0/0"]
+    await storage.keeper.purge(Selection())
+    assert sorted(storage.objects) == []
     assert storage._stuck.statistics()["stuck"] == 0

@@ -567,6 +567,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
 
+    def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
+        return self._stuck.bad(fits)
+
     def storing(self) -> list[str]:
         return [item.name for batch in self._storing for item in batch.items]
 

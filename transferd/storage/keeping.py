@@ -222,6 +222,10 @@ class Purging(abc.ABC):
         """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
 
     @abc.abstractmethod
+    def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
+        """The same of bad objects that fit, which are in no index and could not be put aside yet."""
+
+    @abc.abstractmethod
     def storing(self) -> list[str]:
         """The objects of the stores that run now."""
 
@@ -311,8 +315,9 @@ class IndexKeeper(Keeper):
         await self._store.at_end()
         if dropped.selection.unused_s is None:  # else they are new
             await self._drop_some(list(dict.fromkeys(dropped.coming)), dropped, dry_run=False)
+        dropped.ends.append(self._store.drop_bad(dropped.selection.fits))
         if stuck := sum(await every(dropped.ends)):
-            what = f"{stuck} of {dropped.total.objects} objects could not be removed, and are still stored"
+            what = f"{stuck} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
         return dropped.total
 

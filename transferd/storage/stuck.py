@@ -102,6 +102,18 @@ class StuckObjects:
 
         return asyncio.ensure_future(ended())
 
+    def bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
+        """Remove bad objects that fit (`note`). The result says how many are still stored."""
+        busy, refused = self._effects.busy, self._refused
+        left = [Victim(name, 0) for name, one in refused.items() if not one.nbytes and name not in busy and fits(name)]
+        task = self.remove(left)
+
+        async def ended() -> int:
+            await asyncio.shield(task)
+            return sum(victim.name in self._refused for victim in left)
+
+        return asyncio.ensure_future(ended())
+
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""
         if victims := self._due(self._effects.busy):

@@ -226,6 +226,9 @@ class SimLoop(asyncio.AbstractEventLoop):
                     break
                 with contextlib.suppress(Exception):
                     self._run_ready()
+            for task in self.pending():  # it ends now, and not when it is collected: the loop is closed then
+                with contextlib.suppress(Exception):
+                    task.get_coro().close()
         for task in self._alive():
             task.forget()
 

@@ -173,7 +173,7 @@ class Story(Judge):
         return LevelsStorage(levels, self.clock, self.threads("levels", 2))
 
     def threads(self, what: str, size: int) -> SimThreads:
-        pace = ThreadFaults(latency=Latency(0.001, 0.02))
+        pace = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
         return SimThreads(size, faults=pace, rng=self.loop.stream(f"{what} {self.lives}"))
 
     async def begin(self) -> None:

@@ -58,7 +58,13 @@ class StackParts:
         """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
         one = self.unsaved.get(item.name)
         if one is not None and one.source is level and one.nbytes != item.nbytes:
-            self.fences.damaged(item.name, level.number)
+            self.damaged(level, item.name)
+
+    def damaged(self, level: StoreLevel, name: str) -> None:
+        """Raise a fence for copies of what was read in this level."""
+        self.fences.damaged(name, level.number)
+        for back in self.write_backs:
+            back.damaged(name, level)
 
     def withdraw(self, level: StoreLevel, name: str) -> asyncio.Future[Any]:
         """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it."""

@@ -414,7 +414,7 @@ class LevelsStorage(Storage, Index, Levels):
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
         """Only in this level, and in the level with a copy of its copy."""
         at = self.all_levels[level]
-        self._parts.fences.damaged(name, level)
+        self._parts.damaged(at, name)
         works = [self._parts.put_aside(at, name)]
         if (above := self._promotions.damaged(name, at)) is not None:
             works.append(self._parts.put_aside(above, name))
