@@ -98,7 +98,7 @@ class StuckObjects:
 
         async def ended() -> int:
             await asyncio.shield(task)
-            return sum(victim.name in self._index for victim in victims)
+            return sum(victim.name in self._index or victim.name in self._refused for victim in victims)
 
         return asyncio.ensure_future(ended())
 
@@ -106,13 +106,7 @@ class StuckObjects:
         """Remove bad objects that fit (`note`). The result says how many are still stored."""
         busy, refused = self._effects.busy, self._refused
         left = [Victim(name, 0) for name, one in refused.items() if not one.nbytes and name not in busy and fits(name)]
-        task = self.remove(left)
-
-        async def ended() -> int:
-            await asyncio.shield(task)
-            return sum(victim.name in self._refused for victim in left)
-
-        return asyncio.ensure_future(ended())
+        return self.removed(left)
 
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""

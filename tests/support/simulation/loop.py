@@ -220,6 +220,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     def abandon(self) -> None:
         """Cancel what has not ended, and let it end if it does so at once. For the end of a failed run."""
+        killed = list(self._killed.values())  # until they have ended: nobody else may have their tasks
         self._killed.clear()  # their tasks clean up as well, or the interpreter complains of them
         for task in self.pending():
             task.cancel("the simulation is over")
@@ -230,12 +231,17 @@ class SimLoop(asyncio.AbstractEventLoop):
                     break
                 with contextlib.suppress(Exception):
                     self._run_ready()
-            for task in self.pending():  # it ends now, and not when it is collected: the loop is closed then
-                with contextlib.suppress(Exception), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)  # what it was about to await has not begun
-                    task.get_coro().close()
+            closed: set[SimTask[Any]] = set()
+            # They end now, and not when they are collected: the loop is closed then. Their ends may begin more tasks.
+            while left := [task for task in self.pending() if task not in closed]:
+                closed.update(left)
+                for task in left:
+                    with contextlib.suppress(Exception), warnings.catch_warnings():
+                        warnings.simplefilter("ignore", RuntimeWarning)  # what it was about to await has not begun
+                        task.get_coro().close()
         for task in self._alive():
             task.forget()
+        del killed
 
     # --- running ------------------------------------------------------------------------------------
 

@@ -87,10 +87,7 @@ class Storing:
         """
         parts = self._parts
         if lacking is None:
-            below = parts.write_backs[level.number :]
-            lacking = [one for one in below if self.lacks(one.level, name)]
-            for one_out in [one.level for one in below if one.level.known and one.level.away]:
-                self.given_up(name, one_out, "down")  # until it is back
+            lacking = self._lacking(level, name)
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and one is None:
@@ -116,6 +113,16 @@ class Storing:
                 self.given_up(name, back.level, "queue_full")
         if not one.waiting:
             self._forget(one)
+
+    def _lacking(self, level: StoreLevel, name: str) -> list[WriteBack]:
+        """Where below this level an object is to be copied to now. A level that is away gets it when it is back."""
+        lacking = []
+        for back in self._parts.write_backs[level.number :]:
+            if back.level.known and back.level.away:
+                self.given_up(name, back.level, "down")
+            elif self.lacks(back.level, name):
+                lacking.append(back)
+        return lacking
 
     def lacks(self, level: StoreLevel, name: str) -> bool:
         """Whether an object is to be copied to this level, as far as that is known. No promise may rest on it."""
