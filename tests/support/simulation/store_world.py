@@ -2,19 +2,10 @@
 
 A real daemon and real clients of two engines in virtual time, over levels of memory, disks and a bucket in every
 shape. A plan draws from stores, hand-overs, loads, prefetches, pins, purges, drains, reloads, restarts and kills; disks
-go away and return (the same, empty, or as an older image), answer EIO or turn read-only; the bucket is silent, hangs or
-refuses, its lifecycle and other nodes remove objects, and its link spoils bytes; files vanish and rot.
+go away and return (the same, empty, or as an older image), answer EIO, hang or turn read-only; the bucket is silent,
+hangs or refuses, its lifecycle and other nodes remove objects, and its link spoils bytes; files vanish and rot.
 
-The judge believes the media, never the catalogue:
-
-    bytes       a load never delivers others than those of its key
-    promise     `ok` of a hand-over or of a level that is `through`: that level had the block within the task
-    buffers     a store to a healthy first level does not expire, whatever lower levels do; all staging comes back
-    purge       what was purged, and not stored since, is never read, and lies on no medium that the purge reached
-    drain       as many objects are only in a drained level as it says
-    shared      this node never deletes a good object of the bucket
-    rest        when all is well, what a store says that it has is what lies on its media, and each level has what the
-                levels above it have, as far as there is room
+What a judge expects of it is in store_judge.py.
 """
 
 from __future__ import annotations
@@ -44,7 +35,7 @@ from tests.support.simulation.faults import Latency, NetworkFaults, ThreadFaults
 from tests.support.simulation.loop import PROCESS, SimLoop, simulate
 from tests.support.simulation.medium import SCRUB_RATE, Medium, SimFiles, section_of
 from tests.support.simulation.network import ENDPOINT, SimNetwork, SimServerTransport
-from tests.support.simulation.store_judge import Judge
+from tests.support.simulation.store_judge import Judge, Reading
 from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.world import daemon_of_engines
 from transferd.client.client import Client
@@ -66,7 +57,8 @@ DEVICE = "tests.support.simulation.device:SimDevice"
 BLOCKS = 24  # of the device of each engine
 LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
 OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
-SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd")
+SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd")
+ROOMY = 1000  # objects: no object is evicted
 ENGINES, EACH = ("a", "b"), 7
 MEDIA = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a seed waits for no disk
 STORE_S, SHARED_S = 20.0, 30.0
@@ -76,7 +68,7 @@ CALM_S = 100.0  # after which every copy has been made, or was given up for good
 REST_S = 30.0  # for which nothing is written then
 ACTIONS = {
     "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 7, "drain": 2, "use": 3,
-    "kill": 3, "away": 2, "ill": 1, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
+    "kill": 3, "away": 2, "ill": 2, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
     "flip": 6, "remove": 5, "reload": 1, "clock": 1,
 }  # fmt: skip
 
@@ -99,7 +91,6 @@ class Story(Judge):
 
     loop: SimLoop
     directory: Path
-    off: frozenset[str] = frozenset()
     seen: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -111,6 +102,8 @@ class Story(Judge):
         self.bucket.deletes = self.deleted
         self.media = [Medium(self.directory / f"disk-{number}", loop.time) for number in range(self.shape.count("d"))]
         self.objects = {"m": self.chance.randint(4, 9), "d": self.chance.randint(8, 16)}  # of each place, at most
+        if self.chance.random() < 0.3:
+            self.objects["d"] = ROOMY
         self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
         self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]
         self.lives = self.tasks = 0
@@ -118,7 +111,9 @@ class Story(Judge):
         self.calm = loop.time()  # since when the first level is well
         self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.durable: dict[str, float] = {}
-        self.harm = 0
+        self.harm, self.spoils = 0, False
+        self.kept, self.purged_at = {}, {}
+        self.reading, self.present = [], set()
         self.rotten: set[str] = set()  # keys whose files were damaged: whoever finds that sets them aside
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
@@ -134,10 +129,6 @@ class Story(Judge):
         self.clients: dict[str, Client] = {}
 
     # --- the node -----------------------------------------------------------------------------------
-
-    @property
-    def process(self) -> str:
-        return f"daemon {self.lives}"
 
     def build(self) -> Storage:
         """The storage of a new life, on the media as they are."""
@@ -183,11 +174,13 @@ class Story(Judge):
         if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
             self.media[0].come_back("same")
         for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
-            if medium.away:
+            if medium.away or medium.hangs:
                 medium.come_back("same")
-        self.lives += 1
         self.found_at = self.loop.time()
         self.storage = self.build()
+        self.present.clear()
+        self.storage.index.tell_departures(self.present.discard)
+        self.process = f"daemon {self.lives}"
         self.context = copy_context()
         self.context.run(PROCESS.set, self.process)
         await self.context.run(self.loop.create_task, self._open())
@@ -221,20 +214,25 @@ class Story(Judge):
 
     async def end(self, *, clean: bool) -> None:
         """The daemon stops, or is killed; its clients go with it."""
+        self.lives += 1
         if clean:
             limit = self.loop.time() + 60.0
             for client in self.clients.values():
                 await client.close()
-            await self.daemon.stop(lambda: max(0.0, limit - self.loop.time()))
+            stop = self.daemon.stop(lambda: max(0.0, limit - self.loop.time()))
+            await self.context.run(self.loop.create_task, stop)
         else:
             self.network.crash()
+        if not clean or any(one.hangs for one in self.media):
             self.loop.kill(self.process)
+        if not clean:
             self.storage.abandon()
             for client in self.clients.values():
                 await client.close()
         await every(self.working)
         self.working.clear()
         self.storing.clear()
+        self.reading.clear()
         self.drained.clear()
         self.purged -= self.purged_in_part
         self.purged_in_part.clear()
@@ -269,6 +267,8 @@ class Story(Judge):
                 await self.end(clean=clean)
                 await self.begin()
             await self.check_reads()
+            await self.purge(None)
+            self.check_empty()
             await self.end(clean=True)
         return self.seen
 
@@ -327,7 +327,8 @@ class Story(Judge):
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life = self.lives
+        life, before = self.lives, self.turns()
+        self.present.update(self.names[key] for key in keys)  # it may leave before the answer
         for key, block in zip(keys, own, strict=True):
             blocks.fill(block, key)
             self.purged.discard(key)
@@ -348,6 +349,7 @@ class Story(Judge):
         self.seen[f"{'hand over' if shared else 'store'} {result.status}"] += 1
         stored = {key for key, block in zip(keys, own, strict=True) if block in result.block_ids}
         self.check_stored(stored, began, shared=shared)
+        self.check_taken(keys, stored, before, began)
         self.own.update(dict.fromkeys(stored, began))
         if result.status is Status.EXPIRED and not shared and not self.through and self.shape[0] == "m":
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
@@ -357,20 +359,23 @@ class Story(Judge):
         return functools.partial(self.read, keys)
 
     async def read(self, keys: Sequence[str]) -> None:
-        engine = keys[0][0]
+        engine = keys[0][0] if self.chance.random() < 0.8 else self.chance.choice(ENGINES)
         forbidden = {key for key in keys if key in self.purged}
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life = self.lives
+        life, reading = self.lives, Reading(keys, self)
         self.tasks += 1
         task = ReadStorageTask(
             task_id=f"r{self.tasks}", keys=list(keys), gpu_block_ids=own, prefix=False, timeout=SHARED_S
         )
+        self.reading.append(reading)
         result = await self.clients[engine].submit(task)
         if life != self.lives:
             return
+        self.reading.remove(reading)
         self.seen[f"read {result.status}"] += 1
+        self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
         for key, block in zip(keys, own, strict=True):
             if block in result.block_ids:
                 assert blocks.holds(block, key), f"bytes: {key} has others"
@@ -394,7 +399,7 @@ class Story(Judge):
         return None
 
     async def prefetch(self, keys: Sequence[str]) -> None:
-        result = await self.clients[keys[0][0]].prefetch(keys, to="memory", timeout=SHARED_S)
+        result = await self.clients[self.chance.choice(ENGINES)].prefetch(keys, to="memory", timeout=SHARED_S)
         self.seen["prefetched"] += len(result.block_ids)
 
     def harmed(self) -> None:
@@ -427,16 +432,18 @@ class Story(Judge):
         fits = [key for key in self.keys if engine in (None, key[0]) and not self.storing[key]]
         aside = {medium: medium.set_aside() for medium in self.media}
         self.harmed()
+        self.purges(engine, math.inf)  # until it has ended
         try:
             purged = await self.clients[engine or "a"].purge(engine=engine)
         finally:
             self.harmed()
+            self.purges(engine, self.loop.time())
         if life != self.lives:
             return
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
-            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at}
+            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         self.check_purged(gone, aside, missed)
@@ -474,12 +481,12 @@ class Story(Judge):
                     self.bucket.forget(one)
             self.drained.discard(name)
             await self.clients["a"].use_level(name)
+            self.found_at = max(self.found_at, self.loop.time())
 
     def _kill(self) -> Any:
         return self.again
 
     async def again(self) -> None:
-        """Another life of the daemon."""
         await self.end(clean=self.chance.random() < 0.4)
         await self.begin()
 
@@ -494,13 +501,14 @@ class Story(Judge):
     def _ill(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
             self.harmed()
-            medium.fault = self.chance.choice([errno.EIO, errno.EROFS])
+            how = self.chance.choice([errno.EIO, errno.EROFS, 0])
+            medium.fail(how) if how else medium.hang()
 
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
             self.harmed()
+            self.found_at = math.inf
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
-            self.found_at = math.inf  # until it is found again, which nobody says
 
     def _image(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
@@ -515,18 +523,21 @@ class Story(Judge):
             self.bucket.fail(self.chance.choice(["silent", "hang", *REFUSALS]))
 
     def _link(self) -> None:
+        self.spoils = True
         self.bucket.link = not self.bucket.link
 
     def _heal(self) -> None:
         self.bucket.fail("")
         for medium in self.media:
-            medium.fault = 0
+            if medium.fault or medium.hangs:
+                self.found_at = math.inf  # until it is found again, which nobody says
+            medium.heal()
 
     def _flip(self) -> None:
         key = self.chance.choice(self.latest or self.keys)
-        name = self.names[key]
+        name, self.spoils = self.names[key], True
         self.rotten.add(key)
-        self.durable.pop(key, None)
+        self.forget(key)
         for medium in self.media:
             medium.flip(name, self.chance)
         if (data := self.bucket.objects.get(name)) is not None:
@@ -535,13 +546,13 @@ class Story(Judge):
 
     def _remove(self) -> None:
         if (medium := self.medium()) is not None:
-            self.durable.pop(key := self.chance.choice(self.keys), None)
+            self.forget(key := self.chance.choice(self.keys))
             medium.remove(self.names[key])
 
     def _reload(self) -> None:
         self.harmed()
-        for kind in self.objects:
-            self.objects[kind] = self.chance.randint(4, 12)
+        for kind, objects in self.objects.items():
+            self.objects[kind] = self.chance.randint(4, 12) if objects < ROOMY else ROOMY
         capacity = {kind: Size(count * OBJECT) for kind, count in self.objects.items()}
         replace = msgspec.structs.replace
         self.config = replace(

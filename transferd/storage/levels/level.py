@@ -271,6 +271,10 @@ class StoreLevel:
             return [None] * len(names)
         return list(found)
 
+    def use_of(self, name: str, use: Use) -> Use:
+        """The use by which another level gets a copy of this level's copy: an object has one owner in all levels."""
+        return use.of(self.storage.index.owner_of(name))
+
     def absent(self, name: str) -> bool:
         """Whether a level that is not `known` has just answered that it is not there."""
         until = self._absent.get(name)

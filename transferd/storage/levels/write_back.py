@@ -480,10 +480,11 @@ class WriteBack:
                 rest.append((one, slot))
         if not rest:
             return
-        items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
+        uses = [one.source.use_of(one.name, one.use) for one, _ in rest]
+        items = [Item(one.name, slot.nbytes, use, one.depth) for (one, slot), use in zip(rest, uses, strict=True)]
         outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
-        for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
-            await self._written(one, outcome, born)
+        for (one, _), use, outcome in zip(reversed(rest), reversed(uses), reversed(outcomes), strict=True):
+            await self._written(one, use, outcome, born)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -498,9 +499,9 @@ class WriteBack:
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, outcome: Outcome, born: int) -> None:
+    async def _written(self, one: Unsaved, use: Use, outcome: Outcome, born: int) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
-            self.level.storage.index.release(one.name, one.use)
+            self.level.storage.index.release(one.name, use)
         if outcome.found in (Found.STORED, Found.EXISTS):
             why = self._fences.forbids(one.name, born, one.source.number)
             if why == "quarantined" and outcome.found is Found.STORED:
