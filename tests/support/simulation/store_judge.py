@@ -6,6 +6,7 @@ buffers     a store to a healthy first level does not expire, whatever lower lev
             nothing is damaged that no medium or link has spoilt
 kept        while a disk works, a store goes well; and what lies on a disk that works is read, also if a purge comes
             while it is read
+lost        what only a failed disk has is not there, and its departure was reported
 purge       what was purged, and not stored since, is never read, and lies on no medium that the purge reached
 drain       as many objects are only in a drained level as it says
 shared      this node never deletes a good object of the bucket
@@ -15,6 +16,7 @@ rest        when all is well, what a store says that it has is what lies on its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.support.simulation.bucket import SimBucket
 from tests.support.simulation.medium import Medium
 from transferd.daemon.daemon import Daemon
 from transferd.storage.base import Storage
+from transferd.storage.levels.stack import LevelsStorage
 
 PUSHY_S, MOST_REFUSED = 10.0, 60  # a bucket that refuses is written to so often within so long, at most
 
@@ -55,6 +58,7 @@ class Judge:
     objects: dict[str, int]
     kept: dict[str, dict[Medium, int]]
     reading: list[Reading]
+    storing: Counter[str]  # how many stores of a key run
     present: set[str]
     spoils: bool
     rotten: set[str]
@@ -76,7 +80,7 @@ class Judge:
             return {
                 key for key, name in self.names.items() if any(one.has(name) and not one.away for one in self.media)
             }
-        storage = self.storage if len(self.levels) == 1 else self.storage.all_levels[0].storage  # type: ignore[attr-defined]
+        storage = self.storage.all_levels[0].storage if isinstance(self.storage, LevelsStorage) else self.storage
         return {key for key, name in self.names.items() if storage.index.find([name], None) == [True]}
 
     def left(self, key: str, since: float) -> bool:
@@ -119,9 +123,6 @@ class Judge:
         self, keys: Sequence[str], stored: set[str], before: Sequence[tuple[int, int]], began: float
     ) -> None:
         """A store has ended. before: the turns of the media when it began."""
-        for key in keys:
-            if (name := self.names[key]) in self.present and not self._said(name):
-                self.present.discard(name)
         if not self.plain or any(self.purged_at.get(key, -1.0) >= began for key in keys):
             return
         change = [(dead - d, back - b) for (dead, back), (d, b) in zip(self.turns(), before, strict=True)]
@@ -137,6 +138,18 @@ class Judge:
             held = turned or any(medium.has(self.names[key]) for medium in died)
             assert there or held, f"kept: {key} is stored, it says, and no disk has it"
             self.kept[key] = there
+
+    def note_answer(self, keys: Sequence[str]) -> None:
+        """A store has ended: what it did not store, or has left meanwhile, is not present."""
+        self.present -= {name for key in keys if not self._said(name := self.names[key])}
+
+    def check_lost(self) -> None:
+        """What only a disk has that has failed is not there, and whoever asked for departures was told."""
+        lost = [medium for medium in self.media if self.plain and not medium.serves]
+        for name in [name for key, name in self.names.items() if lost and not self.storing[key]]:
+            here = any(one.serves and (one.has(name) or name in one.gone) for one in self.media)
+            assert here or not self._said(name), f"lost: {name} is there, it says, and no disk that works has it"
+            assert self._said(name) or name not in self.present, f"lost: {name} has left, and nobody was told"
 
     def check_loaded(self, reading: Reading, loaded: set[str]) -> None:
         """A read has ended, with these keys."""
@@ -235,6 +248,9 @@ class Judge:
         assert held <= said, f"rest: {sorted(held - said)} lie on media, and the store has not found them"
         gone = self.present - {self.names[key] for key in said}
         assert not gone or "b" in self.shape, f"rest: {sorted(gone)} have left, and nobody was told"
+        if isinstance(self.storage, LevelsStorage):
+            assert not self.storage.unsaved, f"rest: copies of {sorted(self.storage.unsaved)} wait"
+            assert not self.storage._promotions.buffers.taken, "rest: buffers of promotions are in use"
         for above, below in zip(self.levels, self.levels[1:], strict=False):
             lacking = self.where(above) - self.where(below)
             room = below == "object" or len(self.where(below)) < self.objects["d"] - 1

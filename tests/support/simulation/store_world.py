@@ -19,50 +19,27 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 
-from tests.support.simulation.blocks import Blocks
-from tests.support.simulation.bucket import DENIED, EXPIRED, REFUSALS, SimBucket, simulated
+from tests.support.simulation.bucket import REFUSALS, simulated
 from tests.support.simulation.campaign import command
-from tests.support.simulation.clock import SimClock
-from tests.support.simulation.faults import Latency, NetworkFaults, ThreadFaults
-from tests.support.simulation.loop import PROCESS, SimLoop, simulate
-from tests.support.simulation.medium import SCRUB_RATE, Medium, SimFiles, section_of
-from tests.support.simulation.network import ENDPOINT, SimNetwork, SimServerTransport
-from tests.support.simulation.store_judge import Judge, Reading
-from tests.support.simulation.threads import SimThreads
-from tests.support.simulation.world import daemon_of_engines
-from transferd.client.client import Client
-from transferd.client.engines import Engine
-from transferd.config import LevelSection, MemoryStorageSection, ObjectStorageSection, StorageSection
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.medium import Medium, section_of
+from tests.support.simulation.store_judge import Reading
+from tests.support.simulation.store_node import EACH, ENGINES, OBJECT, ROOMY, Node
 from transferd.config.size import Size
 from transferd.daemon import health
 from transferd.errors import Closed, TransferError
 from transferd.runtime.aio import every
 from transferd.storage import orders
-from transferd.storage.base import Storage
-from transferd.storage.levels.level import StoreLevel
-from transferd.storage.levels.stack import LevelsStorage
-from transferd.storage.memory import MemoryStorage
-from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
-from transferd.wire.credentials import Credentials
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
-DEVICE = "tests.support.simulation.device:SimDevice"
-BLOCKS = 24  # of the device of each engine
-LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
-OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
-SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd")
-ROOMY = 1000  # objects: no object is evicted
-ENGINES, EACH = ("a", "b"), 7
 MEDIA = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a seed waits for no disk
-STORE_S, SHARED_S = 20.0, 30.0
-MAX_AGE_S, RECHECK_S = 40.0, 30.0
+STORE_S, SHARED_S, HURRY_S = 20.0, 30.0, 0.03
 LOOK_S = 20.0  # between the daemon's looks at its health, which cost a third of a seed each second
 CALM_S = 100.0  # after which every copy has been made, or was given up for good
 REST_S = 30.0  # for which nothing is written then
@@ -73,173 +50,23 @@ ACTIONS = {
 }  # fmt: skip
 
 
-class OneUser(SimServerTransport):
-    """Every client is the daemon's user."""
+class Story(Node):
+    """One seed: what happens to the node."""
 
-    def credentials(self, peer: bytes) -> Credentials:
-        return Credentials(0, os.geteuid(), os.getegid())
-
-
-class UserNetwork(SimNetwork):
-    def server(self) -> SimServerTransport:
-        return OneUser(self)
-
-
-@dataclass
-class Story(Judge):
-    """One seed. names: of the objects, by key."""
-
-    loop: SimLoop
-    directory: Path
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        loop = self.loop
-        self.clock, self.chance = SimClock(loop), loop.stream("story")
-        self.network = UserNetwork(rng=loop.stream("network"), faults=NetworkFaults(Latency(0.0001, 0.001)))
-        self.shape = self.chance.choice(SHAPES)
-        self.bucket = SimBucket(loop.stream("bucket"), loop.time)
-        self.bucket.deletes = self.deleted
-        self.media = [Medium(self.directory / f"disk-{number}", loop.time) for number in range(self.shape.count("d"))]
-        self.objects = {"m": self.chance.randint(4, 9), "d": self.chance.randint(8, 16)}  # of each place, at most
-        if self.chance.random() < 0.3:
-            self.objects["d"] = ROOMY
-        self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
-        self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]
-        self.lives = self.tasks = 0
-        self.drained: set[str] = set()
+    def __init__(self, loop: SimLoop, directory: Path) -> None:
+        super().__init__(loop, directory)
+        self.seen = Counter[str]()
+        self.tasks = self.harm = 0
+        self.spoils = False
+        self.drained, self.pinned, self.rotten = set(), set(), set()
         self.calm = loop.time()  # since when the first level is well
-        self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
-        self.durable: dict[str, float] = {}
-        self.harm, self.spoils = 0, False
-        self.kept, self.purged_at = {}, {}
-        self.reading, self.present = [], set()
-        self.rotten: set[str] = set()  # keys whose files were damaged: whoever finds that sets them aside
+        self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
+        self.reading = []
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
         self.purged_in_part: set[str] = set()  # of these, while a disk was away: a kill may forget it
-        self.pinned: set[str] = set()  # keys that were ever pinned
-        self.started: dict[str, float] = {}  # when the latest store of a key began, and the latest that went well
-        self.own: dict[str, float] = {}
         self.storing: Counter[str] = Counter()
-        self.names: dict[str, str] = {}
-        self.free: dict[str, list[int]] = {}
-        self.blocks: dict[str, Blocks] = {}
         self.working: set[asyncio.Task[None]] = set()
-        self.clients: dict[str, Client] = {}
-
-    # --- the node -----------------------------------------------------------------------------------
-
-    def build(self) -> Storage:
-        """The storage of a new life, on the media as they are."""
-        capacity = {kind: count * OBJECT for kind, count in self.objects.items()}
-        file = section_of(self.media, capacity["d"])
-        self.config = StorageSection(
-            scrub_rate=Size(SCRUB_RATE),
-            memory=MemoryStorageSection(capacity=Size(capacity["m"])),
-            file=file,
-            object=ObjectStorageSection(url="s3://bucket/p", region="x", concurrency=4, timeout=5.0),
-            level={
-                "file": LevelSection(write="through" if self.through else "back", write_back_max_age=MAX_AGE_S),
-                "object": LevelSection(write_back_max_age=MAX_AGE_S, recheck=RECHECK_S),
-            },
-        )
-        made: dict[str, Storage] = {}
-        if "m" in self.shape:
-            memory = MemoryStorage(self.config.memory, self.clock)
-            memory._threads = memory._effects._threads = self.threads("memory", 2)
-            made["memory"] = memory
-        self.disks: SimFiles | None = None
-        if "d" in self.shape:
-            self.disks = SimFiles(file, self.media, self.clock, self.threads)
-            made["file"] = self.disks.storage
-        if "b" in self.shape:
-            made["object"] = self.bucket.storage(self.config.object, self.clock, self.threads("object", 4))
-        if len(made) == 1:
-            return next(iter(made.values()))
-        levels = [
-            StoreLevel(number, name, storage, self.config.level.get(name, LevelSection()), self.clock.monotonic)
-            for number, (name, storage) in enumerate(made.items())
-        ]
-        return LevelsStorage(levels, self.clock, self.threads("levels", 2))
-
-    def threads(self, what: str, size: int) -> SimThreads:
-        pace = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
-        return SimThreads(size, faults=pace, rng=self.loop.stream(f"{what} {self.lives}"))
-
-    async def begin(self) -> None:
-        """A daemon in a process of its own, which can be killed, and two engines."""
-        if self.bucket.fault in (DENIED, EXPIRED):  # a daemon does not start without rights
-            self.bucket.fail("")
-        if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
-            self.media[0].come_back("same")
-        for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
-            if medium.away or medium.hangs:
-                medium.come_back("same")
-        self.found_at = self.loop.time()
-        self.storage = self.build()
-        self.present.clear()
-        self.storage.index.tell_departures(self.present.discard)
-        self.process = f"daemon {self.lives}"
-        self.context = copy_context()
-        self.context.run(PROCESS.set, self.process)
-        await self.context.run(self.loop.create_task, self._open())
-        await every([self._engine(name) for name in ENGINES])
-        self.check_pinned_again(self.loop.time())
-
-    async def _open(self) -> None:
-        threads = self.threads("offload", 4)
-        self.daemon = daemon_of_engines(DEVICE, self.network, threads, self.storage, self.clock)
-        await self.daemon.open()
-
-    async def _engine(self, name: str) -> None:
-        link = f"{name}-{self.lives}"
-        client = Client(
-            ENDPOINT, clock=self.clock, transport=self.network.client(link), name=link, engine=name, await_ready=False
-        )
-        self.clients[name] = client
-        await client.connect()
-        await client.register(Engine(ranks=1, model="m", layout=LAYOUT))
-        await client.device_handle(0)
-        await client.wait_ready(5)
-        hosted = self.daemon.engines.get(name)
-        assert hosted is not None
-        devices: list[Any] = [worker.context.device for worker in hosted.workers]
-        count = BLOCKS
-        self.blocks[name] = Blocks.of(hosted.layout.device, [device.memory for device in devices], range(count))
-        self.free[name] = list(range(count))
-        keys = [key for key in self.keys if key[0] == name]
-        [[names]] = [names async for names in hosted.lookup._names(keys, at_once=True)]
-        self.names.update(zip(keys, names, strict=True))
-
-    async def end(self, *, clean: bool) -> None:
-        """The daemon stops, or is killed; its clients go with it."""
-        self.lives += 1
-        if clean:
-            limit = self.loop.time() + 60.0
-            for client in self.clients.values():
-                await client.close()
-            stop = self.daemon.stop(lambda: max(0.0, limit - self.loop.time()))
-            await self.context.run(self.loop.create_task, stop)
-        else:
-            self.network.crash()
-        if not clean or any(one.hangs for one in self.media):
-            self.loop.kill(self.process)
-        if not clean:
-            self.storage.abandon()
-            for client in self.clients.values():
-                await client.close()
-        await every(self.working)
-        self.working.clear()
-        self.storing.clear()
-        self.reading.clear()
-        self.drained.clear()
-        self.purged -= self.purged_in_part
-        self.purged_in_part.clear()
-        if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
-            self.purged.clear()
-
-    # --- what happens -------------------------------------------------------------------------------
 
     async def run(self) -> Counter[str]:
         try:
@@ -264,8 +91,7 @@ class Story(Judge):
             self.check_rest(self.context.run(self.daemon.stats), self.written - written)
             for clean in (False, True):
                 await self.check_reads()
-                await self.end(clean=clean)
-                await self.begin()
+                await self.again(clean=clean)
             await self.check_reads()
             await self.purge(None)
             self.check_empty()
@@ -278,6 +104,7 @@ class Story(Judge):
         self.seen[what] += 1
         self.check_durable(self.loop.time())
         self.check_refused()
+        self.check_lost()
         if not self.first_is_well:
             self.calm = self.loop.time()
         work = getattr(self, f"_{what}")()
@@ -340,7 +167,7 @@ class Story(Judge):
         task = WriteStorageTask(task_id=f"w{self.tasks}", keys=list(keys), gpu_block_ids=own, timeout=timeout)
         if shared:
             task = msgspec.structs.replace(task, shared=True)
-        result = await self.clients[engine].submit(task)
+        result, given_up = await self.submit(engine, task)
         if life != self.lives:
             return
         self._give(engine, own)
@@ -349,9 +176,17 @@ class Story(Judge):
         self.seen[f"{'hand over' if shared else 'store'} {result.status}"] += 1
         stored = {key for key, block in zip(keys, own, strict=True) if block in result.block_ids}
         self.check_stored(stored, began, shared=shared)
-        self.check_taken(keys, stored, before, began)
+        self.note_answer(keys)
+        if not given_up:
+            self.check_taken(keys, stored, before, began)
         self.own.update(dict.fromkeys(stored, began))
-        if result.status is Status.EXPIRED and not shared and not self.through and self.shape[0] == "m":
+        if (
+            result.status is Status.EXPIRED
+            and not given_up
+            and not shared
+            and not self.through
+            and self.shape[0] == "m"
+        ):
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
 
     def _read(self) -> Any:
@@ -370,18 +205,30 @@ class Story(Judge):
             task_id=f"r{self.tasks}", keys=list(keys), gpu_block_ids=own, prefix=False, timeout=SHARED_S
         )
         self.reading.append(reading)
-        result = await self.clients[engine].submit(task)
+        result, given_up = await self.submit(engine, task)
         if life != self.lives:
             return
         self.reading.remove(reading)
         self.seen[f"read {result.status}"] += 1
-        self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
+        if not given_up:
+            self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
         for key, block in zip(keys, own, strict=True):
             if block in result.block_ids:
                 assert blocks.holds(block, key), f"bytes: {key} has others"
                 gone = key in forbidden and key in self.purged
                 assert not gone, f"purge: {key} was purged, never stored again, and is read"
         self._give(engine, own)
+
+    async def submit(self, engine: str, task: ReadStorageTask | WriteStorageTask) -> tuple[TaskResult, bool]:
+        """The result, and whether the engine has given the task up: it was in a hurry, or cancelled it."""
+        drawn, client = self.chance.random(), self.clients[engine]
+        if drawn < 0.05:
+            task = msgspec.structs.replace(task, timeout=HURRY_S)
+        pushed = self.loop.create_task(client.submit(task))
+        if drawn > 0.95:
+            await asyncio.sleep(self.chance.uniform(0.0, 2 * HURRY_S))
+            await client.cancel(task.task_id)
+        return await pushed, not 0.05 <= drawn <= 0.95
 
     def _take(self, engine: str, count: int) -> list[int] | None:
         free = self.free[engine]
@@ -486,9 +333,17 @@ class Story(Judge):
     def _kill(self) -> Any:
         return self.again
 
-    async def again(self) -> None:
-        await self.end(clean=self.chance.random() < 0.4)
+    async def again(self, *, clean: bool | None = None) -> None:
+        await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
+        await every(self.working)
+        for one in (self.working, self.storing, self.reading, self.drained):
+            one.clear()
+        self.purged -= self.purged_in_part
+        self.purged_in_part.clear()
+        if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
+            self.purged.clear()
         await self.begin()
+        self.check_pinned_again(self.loop.time())
 
     def medium(self) -> Medium | None:
         return self.chance.choice(self.media) if self.media else None
