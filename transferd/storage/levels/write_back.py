@@ -192,7 +192,6 @@ class WriteBack:
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
-        self._bad: set[str] = set()  # objects that are being copied, and were found damaged above
         self._coming = 0  # bytes of stores that have room and run now
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -266,13 +265,6 @@ class WriteBack:
         """Note that an object has another length now, which the caller sets next."""
         if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
             self.pending_bytes += nbytes - one.nbytes
-
-    def damaged(self, name: str, source: StoreLevel) -> None:
-        """Note that what was read there is damaged: nobody reads its running copy here until the copy has ended."""
-        one = self._copying.get(name)
-        if one is not None and one.source is source and name not in self._bad:
-            self._bad.add(name)
-            self.level.bad[name] += 1
 
     def withdraw(self, why: str, fits: Callable[[str], bool] = lambda _name: True) -> None:
         """Give up copies of objects that fit, if they wait and are not running."""
@@ -516,9 +508,6 @@ class WriteBack:
     def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
         """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
         self._copying.pop(one.name, None)
-        if one.name in self._bad:
-            self._bad.discard(one.name)
-            self.level.is_good(one.name)
         self.pending_bytes -= one.nbytes
         if why:
             self.level.lost[why] += 1
