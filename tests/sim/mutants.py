@@ -459,7 +459,8 @@ MUTANTS = (
         "                return await one.run()",
         "                outcomes = await one.run()\n"
         "                for back in parts.write_backs:\n"
-        "                    await back.idle()\n"
+        "                    while back._task is not None:\n"
+        "                        await back._change()\n"
         "                return outcomes",
         finder="store_world",
     ),
