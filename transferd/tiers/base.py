@@ -37,7 +37,6 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.config import Config
 from transferd.errors import InvariantError
-from transferd.runtime.compat import Self
 from transferd.runtime.threads import Threads
 from transferd.tiers.extents import Extents
 from transferd.tiers.pinned import MEMORY_LOCK, Pinning
@@ -120,11 +119,17 @@ class DeviceTier(ABC):
     the blocks there (workers/cpu_blocks.py)."""
 
     @classmethod
-    def configured(cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads) -> Self:  # noqa: ARG003
+    def configured(
+        cls,
+        config: Config,  # noqa: ARG003
+        layout: BlockLayout,
+        rank: int,
+        device: int | str,
+        threads: Threads,
+    ) -> DeviceTier:
         """The tier for a rank of a daemon with this configuration."""
-        make: Any = cls  # the constructors differ in their further arguments
-        tier: Self = make(layout, rank, device, threads)
-        return tier
+        make: Callable[..., DeviceTier] = cls  # the constructors differ in their further arguments
+        return make(layout, rank, device, threads)
 
     @staticmethod
     def pinning(device: int | str) -> Pinning:  # noqa: ARG004
