@@ -115,8 +115,6 @@ class Loads:
 
 def _get_ours_and_one(client: PoolClient, call: Call, batch: KeyBatch, peers: Peers) -> list[int | str]:
     """In a thread: look up who has each object, and get those that wait for one node at most."""
-    if not client.can_locate:
-        return list(client.get(batch))
     holders = [held[0] if held else "" for held in client.holders(batch.keys)]
     others = set(holders) - {""}
     if len(others) == 1 and not others & (peers.doubted | peers.down.keys()):

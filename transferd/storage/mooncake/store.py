@@ -345,7 +345,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._breaker.check()  # fail before waiting in the merger
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
         doubted = [key for key in batch.keys if key in self._suspects]
-        replaced = await self._replace(batch.only(doubted)) if doubted else {}
+        replaced = await self._replace(batch.only(doubted))
         batch = batch.only([key for key in batch.keys if key not in replaced])
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True)) if batch.keys else {}
         before: PoolState | None = None
@@ -374,12 +374,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         }
 
     async def _replace(self, batch: KeyBatch) -> dict[str, int]:
-        """Overwrite objects that came here damaged. Returns codes; none if they were removed, for a put to follow."""
-        if not self._opened()[0].can_replace:
-            await self._native(CallKind.STORE, lambda client: client.remove(batch.keys))
+        """Overwrite objects. Returns their codes."""
+        if not batch.keys:
             return {}
-        work, moves = (lambda client, _: list(client.replace(batch))), len(batch.keys)
-        return dict(zip(batch.keys, (await self._moving_call(CallKind.STORE, work, moves))[0], strict=True))
+        codes, _ = await self._moving_call(CallKind.STORE, lambda client, _: client.replace(batch), len(batch.keys))
+        return dict(zip(batch.keys, codes, strict=True))
 
     async def _put_together(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
         """One call of the merger's. alone: store one copy, on this node."""
@@ -424,13 +423,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
         There may be no other writer: a full pool may evict an object before our lookup has leased it.
         """
-        if not batch.keys or not self._opened()[0].can_replace:
-            return dict.fromkeys(batch.keys, error_codes.UNSEEN)
+        if not batch.keys:
+            return {}
         self._counts["taken_over"] += len(batch.keys)
-        codes, _ = await self._moving_call(
-            CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys)
-        )
-        answers = dict(zip(batch.keys, codes, strict=True))
+        answers = await self._replace(batch)
         absent = (await self._absent(batch)).keys
         seen = {error_codes.OK, *error_codes.OVERTAKEN}
         return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
