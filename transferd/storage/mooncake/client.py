@@ -91,7 +91,7 @@ class PoolClient:
         if not hasattr(library, "SoftPinAction"):
             raise ConfigError("storage.backend", f"needs Mooncake {LEAST_VERSION} or newer", "mooncake")
         quiet = section.native_log == "off"
-        if quiet and not (show_errors() if PoolClient._failed == 1 else silence()):
+        if quiet and not silence(but_errors=PoolClient._failed == 1):
             log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
         self._replicate = _replicate_config(library, section)
         self._alone = _replicate_config(library, section)
@@ -349,22 +349,13 @@ _ERROR, _FATAL = 2, 3
 # The library's log lines (glog, to stderr) are not JSON and would corrupt a structured log; each call also returns its
 # problem as a code. MC_LOG_LEVEL has no "off", and this glog ignores GLOG_* variables: so we set the flag in memory. A
 # failed set-up is the exception, because only the log explains a missing RDMA device: the second attempt shows errors.
-def silence() -> bool:
-    """Log only fatal errors from now on. Returns False, and changes nothing, if this build hides the flag."""
-    return _set_level(_FATAL)
-
-
-def show_errors() -> bool:
-    """Log errors again from now on. Returns False like `silence`."""
-    return _set_level(_ERROR)
-
-
-def _set_level(level: int) -> bool:
+def silence(*, but_errors: bool = False) -> bool:
+    """Log only fatal errors from now on, or errors too. Returns False, with nothing changed, if the flag is hidden."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         if "libglog" in line:
             path = line[line.index("/") :]
             try:
-                ctypes.c_int32.in_dll(ctypes.CDLL(path), _MIN_LEVEL_FLAG).value = level
+                ctypes.c_int32.in_dll(ctypes.CDLL(path), _MIN_LEVEL_FLAG).value = _ERROR if but_errors else _FATAL
             except (OSError, ValueError):
                 return False
             return True

@@ -109,7 +109,6 @@ class Peers:
     def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
-        self.gone: set[str] = set()  # those of `down` that have ended
         self._asking_all: asyncio.Task[object] | None = None
         self.opened = 0  # how often one went down
         self.cut = 0  # connections that were ended
@@ -272,8 +271,6 @@ class Peers:
             return
         peer.why, peer.gone, peer.since = str(error), isinstance(error, Gone), self._clock.monotonic()
         self.down[peer.endpoint] = peer.why
-        if peer.gone:
-            self.gone.add(peer.endpoint)
         self.opened += 1
         log.warning("a node of the pool does not answer: its objects fail at once", node=peer.endpoint, reason=peer.why)
         self._begin(self._until_back(peer))
@@ -287,12 +284,10 @@ class Peers:
             except StorageUnavailable as error:
                 peer.why, peer.gone = str(error), isinstance(error, Gone)
                 self.down[peer.endpoint] = peer.why
-                (self.gone.add if peer.gone else self.gone.discard)(peer.endpoint)
                 continue
             log.info("a node of the pool answers again", node=peer.endpoint)
             break
         self.down.pop(peer.endpoint, None)
-        self.gone.discard(peer.endpoint)
         peer.why, peer.gone = "", False
 
 
