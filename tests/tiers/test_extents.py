@@ -95,10 +95,11 @@ def test_work_does_not_grow_with_blocks_nor_with_the_square_of_layers(monkeypatc
     layers, page, blocks = 4096, 64, 2**26
     interleaved = [extent("a", layer * page, page, layers * page, blocks) for layer in range(layers)]
     assert overlapping(interleaved) is None
-    assert overlapping([*interleaved, extent("a", 2**30 + 1, 1, layers * page, 2)]) is not None
     assert not compared  # one stride: no pair is compared, and none of 2^26 blocks is made
+    assert overlapping([*interleaved, extent("a", 2**30 + 1, 1, layers * page, 2)]) is not None
+    assert compared == [1]
     assert overlapping([extent("a", 0, 16, 32, blocks), extent("a", 16, 16, 64, blocks)]) is None
-    assert compared == [1]  # two strides: one pair
+    assert compared == [1, 1]  # two strides: one pair
 
 
 def test_too_many_strides_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
