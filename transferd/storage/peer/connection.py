@@ -48,6 +48,8 @@ class PeerConnections:
 class PeerConnection:
     """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""
 
+    user = None  # peers have none
+
     def __init__(
         self,
         reader: asyncio.StreamReader,
@@ -63,13 +65,13 @@ class PeerConnection:
         self._writer = writer
         self._received = received
         self._ended = ended
-        self.alive = True
+        self.closed = False
         _watch_for_silence(writer)
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def send(self, message: PeerMessage) -> None:
         """Send a message. Does nothing if the connection has ended, which `ended` reports."""
-        if not self.alive or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
+        if self.closed or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
             return
         self._writer.write(encode(message))
         self._all.sent(self)
@@ -82,14 +84,6 @@ class PeerConnection:
     def abort(self) -> None:
         """End the connection at once. `ended` is called soon."""
         self._writer.transport.abort()
-
-    @property
-    def user(self) -> None:
-        """Peers have no users."""
-
-    @property
-    def closed(self) -> bool:
-        return not self.alive
 
     def room_found(self) -> None:
         self._room_found.set()
@@ -112,7 +106,7 @@ class PeerConnection:
             why = str(error)
             error.__traceback__ = None  # the stream keeps the error, and our frame with its traceback
         finally:
-            self.alive = False
+            self.closed = True
             self._all.open.discard(self)
             self._all.room.give_back(self)
             self._writer.transport.abort()
@@ -125,7 +119,7 @@ class PeerConnection:
 
     def finish(self) -> None:
         """Flush and close, without waiting."""
-        self.alive = False
+        self.closed = True
         self._writer.close()
 
     async def close(self) -> None:
