@@ -46,36 +46,26 @@ INLINE_BYTES = 256 * 1024
 
 
 class HostMemory(Protocol):
-    """A page-aligned range of host memory (staging or the pinned pool). Its maker owns it."""
+    """A page-aligned range of host memory (staging or the pinned pool). Its maker owns it; others change nothing.
+
+    view: all of it, writable, format 'B'.
+    pinned: False if the memory could not be pinned; copies still work, more slowly.
+    urgent: whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them.
+    rank: the rank of the tensor-parallel group that it serves; 0 if it serves all.
+    lender: whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's.
+    """
+
+    nbytes: int
+    view: memoryview
+    pinned: bool
+    urgent: bool
+    rank: int
 
     @property
     def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def view(self) -> memoryview:
-        """All of it, writable, format 'B'."""
-        ...
 
     @property
-    def pinned(self) -> bool:
-        """False if the memory could not be pinned; copies still work, more slowly."""
-        ...
-
-    @property
-    def urgent(self) -> bool:
-        """Whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The rank of the tensor-parallel group that it serves; 0 if it serves all."""
-        ...
-
-    @property
-    def lender(self) -> Hashable:
-        """Whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's."""
-        ...
+    def lender(self) -> Hashable: ...
 
 
 @dataclass(frozen=True, slots=True)
