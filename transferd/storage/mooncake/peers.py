@@ -30,7 +30,7 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.connections import Address
-from transferd.storage.mooncake.handshake import Answer, Gone, ask
+from transferd.storage.mooncake.handshake import Gone, ask
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ DROPPED_S = 15.0  # after so long the master gives no object to a node without a
 MOST = 1024  # nodes that are remembered
 FORGET_S = 600.0  # a node that is down is no longer asked once no call has needed it for so long
 
-Asker = Callable[[str, float], Awaitable[Answer]]
+Asker = Callable[[str, float], Awaitable[frozenset[Address]]]
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
 
 
@@ -227,9 +227,9 @@ class Peers:
             self._heard(peer, None)
             peer.learning = None  # the next call that meets it tries again
 
-    def _heard(self, peer: Peer, answer: Answer | None) -> None:
-        if answer is not None:
-            peer.addresses = frozenset({answer.asked} | ({answer.data} if answer.data else set()))
+    def _heard(self, peer: Peer, addresses: frozenset[Address] | None) -> None:
+        if addresses is not None:
+            peer.addresses = addresses
         elif not peer.addresses and (address := _literal(peer.endpoint)) is not None:
             peer.addresses = frozenset({address})  # the library cannot get further than this one either
 
