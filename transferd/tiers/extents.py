@@ -52,12 +52,12 @@ def extent(memory: Hashable, start: int, nbytes: int, stride: int, blocks: int) 
     return Extent(memory, start, nbytes, stride, blocks)
 
 
-def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 0) -> Extents:
-    """One extent per array. base: the address of byte 0 of `memory`."""
+def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable) -> Extents:
+    """One extent per array, at addresses."""
     geometry = arena.geometry
     places = zip(layout.segments, geometry.offsets.tolist(), geometry.strides.tolist(), strict=True)
     return Extents(
-        extent(memory, arena.origin + offset - base, part.nbytes, stride, layout.device_blocks_of(part.layer))
+        extent(memory, arena.origin + offset, part.nbytes, stride, layout.device_blocks_of(part.layer))
         for part, offset, stride in places
     )
 

@@ -132,22 +132,16 @@ class PeerConnection:
         await asyncio.wait([self._reading])
 
 
-async def connect(
-    host: str,
-    port: int,
-    received: Callable[[PeerConnection, PeerMessage], None],
-    ended: Callable[[PeerConnection, str], None],
-    all_: PeerConnections,
-) -> PeerConnection:
-    """Connect to a peer's daemon. Raises PeerLost if it does not answer."""
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a peer's daemon at host:port. Raises PeerLost if it does not answer."""
+    host, _, port = address.rpartition(":")
     try:
         async with timeout(CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            return await asyncio.open_connection(host.strip("[]"), int(port))
     except TimeoutError:
-        raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
+        raise PeerLost(f"could not connect to the daemon at {address} within {CONNECT_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
-        raise PeerLost(f"could not connect to the daemon at {host}:{port}: {error}") from None
-    return PeerConnection(reader, writer, received, ended, all_)
+        raise PeerLost(f"could not connect to the daemon at {address}: {error}") from None
 
 
 def _watch_for_silence(writer: asyncio.StreamWriter) -> None:

@@ -254,9 +254,7 @@ class PeerTransport:
             raise PeerLost("this daemon is shutting down")
         sender = self._senders.get(peer)
         if sender is None:
-            host, _, port = peer.rpartition(":")
-            opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone, self._connections)
-            sender = self._senders[peer] = asyncio.get_running_loop().create_task(opening)
+            sender = self._senders[peer] = asyncio.get_running_loop().create_task(self._dial(peer))
             sender.add_done_callback(lambda _: self._tidy(peer))
         await asyncio.wait([sender])
         if sender.cancelled():
@@ -264,6 +262,9 @@ class PeerTransport:
         if sender.result().closed:
             raise PeerLost("the sending daemon closed the connection")
         return sender.result()
+
+    async def _dial(self, peer: str) -> PeerConnection:
+        return PeerConnection(*await connect(peer), self._hear_sender, self._sender_gone, self._connections)
 
     def _hear_sender(self, connection: PeerConnection, message: PeerMessage) -> None:
         handle = self._from_sender.get(type(message))
