@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.dispatch import limits, record_of
-from transferd.control.admission import Prepared
 from transferd.control.order import RETRY_AFTER_S, Lanes, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
@@ -47,19 +46,15 @@ def answer(lanes: Lanes, record: TaskState) -> None:
     lanes.leave(record)
 
 
-def prepared(task: Task, nbytes: int = 0, arguments: int = 0, *, flush: bool = False) -> Prepared:
-    return Prepared(task, task.lane, task.blocks, nbytes, arguments, task.footprint(), 0, flush)
-
-
 def refusal(
     lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0, *, flush: bool = False
 ) -> ErrorInfo | None:
-    busy = lanes.too_much(prepared(task, nbytes, arguments, flush=flush), held)
+    busy = lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush), held)
     return None if busy is None else busy[0]
 
 
 def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
-    busy = lanes.too_much(prepared(task, nbytes), 0)
+    busy = lanes.too_much(record_of(task, nbytes=nbytes), 0)
     assert busy is not None
     return busy[1]
 
@@ -247,11 +242,11 @@ def test_every_refusal_says_when_to_ask_again() -> None:
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
-    flush = lanes.too_much(prepared(write("w"), flush=True), 0)
-    arguments = lanes.too_much(prepared(read("r"), arguments=10), 1)
+    flush = lanes.too_much(record_of(write("w"), flush=True), 0)
+    arguments = lanes.too_much(record_of(read("r"), arguments=10), 1)
     for i in range(2):
         admit(lanes, read(f"r{i}"), ready=False)
-    full = lanes.too_much(prepared(read("r")), 0)
+    full = lanes.too_much(record_of(read("r")), 0)
     assert flush is not None
     assert arguments is not None
     assert full is not None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transferd.config import ServerSection
 from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import AT_WORK, State, TaskState
-from transferd.tasks import Task
+from transferd.tasks import Footprint, Task
 
 
 def limits(**more: Any) -> Limits:
@@ -35,6 +36,14 @@ def limits(**more: Any) -> Limits:
     return Limits(**usual | more)
 
 
+def touching(**uses: Sequence[object]) -> Footprint:
+    """Footprint of uses such as device_reads=[1], paths_writes=["p"]."""
+    reads = {name.removesuffix("_reads"): ids for name, ids in uses.items() if name.endswith("_reads")}
+    return Footprint(
+        reads, {name.removesuffix("_writes"): ids for name, ids in uses.items() if name.endswith("_writes")}
+    )
+
+
 def record_of(task: Task, **more: Any) -> TaskState:
     """A task that was just admitted at time 0 for one client, but for `more`."""
     usual: dict[str, Any] = {
@@ -47,14 +56,24 @@ def record_of(task: Task, **more: Any) -> TaskState:
         "admitted_at": 0.0,
         "deadline": task.timeout,
         "nbytes": 0,
+        "arguments": 0,
+        "flush": False,
         "waiters": [(b"engine", 1)],
     }
     return TaskState(**usual | more)
 
 
+def state_of(dispatcher: Dispatcher, task_id: str) -> State | None:
+    """A task's state; None if it was never admitted, or its result is no longer kept."""
+    record = dispatcher.records.get(task_id)
+    if record is not None:
+        return record.state
+    return State.DONE if task_id in dispatcher._results or task_id in dispatcher._stragglers else None
+
+
 def check_dispatcher(dispatcher: Dispatcher) -> None:
     """Assert that its books agree with each other and with the tasks. Linear in all that is held."""
-    records, lanes, limits = dispatcher._records.values(), dispatcher._lanes, dispatcher.limits
+    records, lanes, limits = dispatcher.records.values(), dispatcher._lanes, dispatcher.limits
     assert sum(record.state is State.QUEUED for record in records) == lanes.queued <= limits.max_queued
     for name, load in lanes.loads.items():
         mine = [record for record in records if record.lane is name]
@@ -69,23 +88,23 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
     held = [argument_bytes(record.task) for record in records if record.task is not None]
     assert len(held) == len(records), "what is admitted has its arguments"
     assert all(record.task is None for record in dispatcher._stragglers.values()), "what is answered lets them go"
-    assert sum(held) <= dispatcher._hazards.nbytes, "claims that have not left count, too"
-    assert dispatcher._hazards.nbytes <= limits.max_queued_bytes or len(dispatcher._hazards) == 1
+    assert sum(held) <= dispatcher.hazards.nbytes, "claims that have not left count, too"
+    assert dispatcher.hazards.nbytes <= limits.max_queued_bytes or len(dispatcher.hazards) == 1
     assert dispatcher.empty is (not records and not dispatcher._stragglers)
-    assert not dispatcher.empty or dispatcher._hazards.idle
+    assert not dispatcher.empty or dispatcher.hazards.idle
     _check_blocks(dispatcher)
 
 
 def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
     """The blocks of a tier ("device" or "host") that tasks at work may change now."""
-    working = (record.task for record in dispatcher._records.values() if record.state in AT_WORK)
+    working = (record.task for record in dispatcher.records.values() if record.state in AT_WORK)
     footprints = (footprint_of(task, dispatcher.limits) for task in working if task is not None)
-    return {block for footprint in footprints for block in getattr(footprint, f"{tier}_writes")}
+    return {block for footprint in footprints for block in footprint.writes.get(tier, ())}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:
     """No block that one task at work changes is touched by another: asked of the tasks, not of the hazard table."""
-    working = [record for record in dispatcher._records.values() if record.state in AT_WORK]
+    working = [record for record in dispatcher.records.values() if record.state in AT_WORK]
     users: dict[tuple[str, int], str] = {}
     for writes in (True, False):
         for record in (*working, *dispatcher._stragglers.values()):
@@ -93,7 +112,7 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
             task_id, footprint = record.task_id, record.claim.footprint
             assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)
             for tier in ("device", "host"):
-                for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
+                for block in (footprint.writes if writes else footprint.reads).get(tier, ()):
                     use = tier, block
                     other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
                     assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"

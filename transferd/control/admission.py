@@ -15,6 +15,8 @@ import msgspec
 from transferd.errors import RequestError
 from transferd.runtime.address import host_and_port
 from transferd.tasks import (
+    PATHS,
+    STORAGE,
     TIMELINE_SLOTS,
     Footprint,
     Lane,
@@ -65,36 +67,6 @@ class Limits:
     salts: bool = False  # token-indexed storage keeps paths with other salts apart
 
 
-class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A task that passed the checks, with the facts that ordering and counting need, computed once."""
-
-    task: Task
-    lane: Lane
-    blocks: int
-    nbytes: int  # bytes that the task adds to its lane's bytes in flight, over all ranks
-    arguments: int  # bytes of memory that the task itself takes while it is admitted
-    footprint: Footprint
-    content: int  # `content_hash`
-    flush: bool  # the task moves nothing and updates the token index
-
-
-def prepare(task: Task, limits: Limits) -> Prepared:
-    """Check a task and compute the facts that ordering and counting need. Raises RequestError like `check_task`."""
-    check_task(task, limits)
-    lane, blocks = task.lane, task.blocks
-    flush = limits.only_flush and lane is Lane.WRITE
-    return Prepared(
-        task,
-        lane,
-        blocks,
-        0 if flush else blocks * limits.block_bytes * limits.ranks,
-        argument_bytes(task),
-        footprint_of(task, limits),
-        content_hash(task),
-        flush,
-    )
-
-
 def check_task(task: Task, limits: Limits) -> None:
     """Raise RequestError, with a code, for a task that can never succeed on this daemon."""
     if not 0 < len(task.task_id) <= MAX_TASK_ID:
@@ -114,6 +86,16 @@ def check_task(task: Task, limits: Limits) -> None:
         _check_write(task, limits)
 
 
+def flushes(task: Task, limits: Limits) -> bool:
+    """Whether the task only updates a token index: it moves nothing and touches no block."""
+    return limits.only_flush and task.lane is Lane.WRITE
+
+
+def moved_bytes(task: Task, limits: Limits) -> int:
+    """The bytes that the task adds to its lane's bytes in flight, over all ranks."""
+    return 0 if flushes(task, limits) else task.blocks * limits.block_bytes * limits.ranks
+
+
 def argument_bytes(task: Task) -> int:
     """Estimate the memory of an admitted task: keys, ids, token ids, and its claims in the hazard table."""
     base = TASK_BYTES + (len(task.traceparent) if task.traceparent else 0)
@@ -130,13 +112,13 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     A flush touches no block. It is ordered only among flushes of the same keys. A flush that withdraws the rest of a
     path does not name all of the path's keys, so it is ordered among all flushes of paths with the same first block.
     """
-    if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
+    if isinstance(task, WriteStorageTask) and flushes(task, limits):
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
-            return Footprint(storage_writes=entries, paths_written=[tree])
-        return Footprint(storage_writes=entries, paths_read=[tree])
+            return Footprint({}, {STORAGE: entries, PATHS: [tree]})
+        return Footprint({PATHS: [tree]}, {STORAGE: entries})
     return task.footprint()
 
 
@@ -179,7 +161,7 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, field, most = _check_storage(task, task.start_write_block_idx, limits)
-    flush, ids = limits.only_flush and task.lane is Lane.WRITE, len(task.block_ids)
+    flush, ids = flushes(task, limits), len(task.block_ids)
     if ids != keys and not (flush and not ids):  # evicted blocks have no ids
         raise RequestError(f"keys has {keys} entries, {field} {ids}", code="length_mismatch")
     if keys > most and not flush:  # so many would name some block twice

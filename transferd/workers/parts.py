@@ -9,8 +9,6 @@ blocks, and objects without seals of parts, are left to the caller.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from transferd.blocks.formats import Damage
@@ -48,7 +46,6 @@ class PartLoad:
         whole = len(positions) == share.job.blocks
         self._states = {position: self._blocks.new_state() for position in positions}
         for part, (layers, _) in enumerate(layout.part_ends):
-            share.step("load a part in place", len(positions))
             before = len(positions)
             positions = await self._load_part(part, positions)
             if share.stopped is not None or not positions:
@@ -64,41 +61,23 @@ class PartLoad:
     async def _load_part(self, part: int, positions: Sequence[int]) -> list[int]:
         """Load a part of these blocks. Returns the positions of the blocks that hold it now, in order."""
         good: list[int] = []
-        under_way: deque[asyncio.Future[list[int]]] = deque()
-        try:
-            for start in range(0, len(positions), self._size):
-                chunk = positions[start : start + self._size]
-                under_way.append(self._share.context.background.begin(self._load_chunk(part, chunk)))
-                if len(under_way) == self._most:
-                    good += await under_way.popleft()
-                if self._share.stopped is not None:
-                    break
-            while under_way:
-                good += await under_way.popleft()
-        finally:  # after an error
-            if under_way:
-                await asyncio.wait(under_way)
-        return good
+        chunks = [positions[start : start + self._size] for start in range(0, len(positions), self._size)]
+        await self._share.overlapped((self._load_chunk(part, chunk, good) for chunk in chunks), self._most)
+        return sorted(good)
 
-    async def _load_chunk(self, part: int, positions: Sequence[int]) -> list[int]:
-        share = self._share
-        names = [share.names[i] for i in positions]
-        lease = None
-        if needed := slots_for(self._source, names):
-            staging = share.context.staging
-            lease = await share.lease(CONSUMER, staging.slots_at_once(CONSUMER, min(len(positions), needed)))
-        if share.stopped is not None:
-            if lease is not None:
-                lease.release()
-            return []
-        drain = self._blocks.drain(positions, part, [self._states[position] for position in positions])
-        slots = () if lease is None else share.context.staging.views(lease)
+    async def _load_chunk(self, part: int, positions: Sequence[int], good: list[int]) -> bool:
+        """Load a part of these blocks, and add those that hold it now to `good`."""
+        share, source = self._share, self._source
+        items = share.items(positions)
         span = self._blocks.span(part)
-        items = [PartItem.of(item, span, self._again if part else item.use) for item in share.items(positions)]
-        loading = share.begin(self._source.load(items, drain, slots), lease)
-        if not await share.answered(loading):
-            return []
-        good: list[int] = []
+        parts = [PartItem.of(item, span, self._again if part else item.use) for item in items]
+        drain = self._blocks.drain(positions, part, [self._states[position] for position in positions])
+        needed = slots_for(source, [item.name for item in items])
+        loading = await share.in_place(
+            CONSUMER, "load a part in place", len(positions), needed, lambda slots: source.load(parts, drain, slots)
+        )
+        if loading is None or not await share.answered(loading):
+            return False
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:
                 self._bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
@@ -114,4 +93,4 @@ class PartLoad:
         errors = [outcome.error for outcome in loading.result() if outcome.error is not None]
         if len(errors) == len(positions):  # then more loads are useless
             raise errors[-1]
-        return good
+        return True

@@ -22,12 +22,10 @@ When the task is stopped, it ends after the running copy. Loads that have begun 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
-from transferd.runtime.aio import every
 from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
@@ -93,7 +91,7 @@ class Reader:
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
             else:
-                await self._overlap(share, loads, most, in_place=in_place)
+                await share.overlapped((load.run(in_place) for load in loads), most)
         except TransferError as error:
             share.failed(error)
         finally:
@@ -108,21 +106,6 @@ class Reader:
         if not getattr(share.job.task, "by_parts", False) or blocks.parts == 1:
             return False
         return source.index.ranges or not slots_for(source, share.names)
-
-    async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
-        """Run loads, `most` at a time, until one returns that more are useless, or the task is stopped."""
-        under_way: deque[asyncio.Task[bool]] = deque()
-        try:
-            useful = True
-            for load in loads:
-                under_way.append(self._context.background.spawn(load.run(in_place)))
-                if len(under_way) == most:
-                    useful = await under_way.popleft()
-                if not useful or share.stopped is not None:
-                    break
-        finally:  # after a stop, a chunk ends within one copy; until then its device blocks are in use
-            if under_way:
-                await every(under_way)
 
     def _loaded(self, share: Share) -> int:
         """How many blocks of a task were found, if nothing looked them up. A prefix ends at its first missing block."""
@@ -211,21 +194,15 @@ class _Load:
 
     async def _in_place(self) -> Sequence[int]:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
-        share, source, blocks = self._share, self._source, self._cpu
+        share, source, blocks, positions = self._share, self._source, self._cpu, self._positions
         assert blocks is not None
-        staging, positions = share.context.staging, self._positions
-        lease = None
-        # Objects in the source's own memory need no slot.
-        if needed := source.slots_at_once and slots_for(source, [share.names[i] for i in positions]):
-            count = staging.slots_at_once(CONSUMER, min(len(positions), needed))
-            lease = await share.lease(CONSUMER, count)
-        if share.stopped is not None:
-            if lease is not None:
-                lease.release()
+        items, drain = share.items(positions), blocks.drain(positions)
+        needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
+        loading = await share.in_place(
+            CONSUMER, "load in place", len(positions), needed, lambda slots: source.load(items, drain, slots)
+        )
+        if loading is None:
             return ()
-        share.step("load in place", len(positions))
-        drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
-        loading = share.begin(source.load(share.items(positions), drain, slots), lease)
         if not await share.answered(loading):
             # The stopped task no longer waits, but a damaged object must not be loaded again.
             loading.add_done_callback(lambda done: self._note_damage(drain, done))
