@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import msgspec
@@ -142,15 +142,23 @@ class TokenIds(Sequence[int]):
 DEVICE, HOST, STORAGE, PATHS = "device", "host", "storage", "paths"
 
 
-class Footprint(msgspec.Struct, frozen=True):
+class Footprint(msgspec.Struct, frozen=True, gc=False):
     """The blocks a task reads and writes, by where they are. STORAGE: keys; DEVICE, HOST: ids.
 
     PATHS: for flushes of a token index, the first block of the path: written by a flush that withdraws the rest of the
     path, read by all others.
     """
 
-    reads: Mapping[str, Sequence[Any]] = {}
-    writes: Mapping[str, Sequence[Any]] = {}
+    reads: tuple[tuple[str, Sequence[Any]], ...] = ()
+    writes: tuple[tuple[str, Sequence[Any]], ...] = ()
+
+    def read(self, place: str) -> Sequence[Any]:
+        """What the task reads there."""
+        return next((blocks for where, blocks in self.reads if where == place), ())
+
+    def written(self, place: str) -> Sequence[Any]:
+        """What the task writes there."""
+        return next((blocks for where, blocks in self.writes if where == place), ())
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
@@ -485,7 +493,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
         return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
-        return Footprint({self.place: self.block_ids}, {STORAGE: self.keys})
+        return Footprint(((self.place, self.block_ids),), ((STORAGE, self.keys),))
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
@@ -511,7 +519,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
-        return Footprint({STORAGE: self.keys}, {self.place: self.block_ids[: len(self.keys)]})
+        return Footprint(((STORAGE, self.keys),), ((self.place, self.block_ids[: len(self.keys)]),))
 
 
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
@@ -525,7 +533,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     lane: ClassVar[Lane] = Lane.SEND
 
     def footprint(self) -> Footprint:
-        return Footprint({self.place: self.block_ids})
+        return Footprint(((self.place, self.block_ids),))
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
@@ -537,7 +545,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        return Footprint({}, {self.place: self.block_ids[: len(self.keys)]})
+        return Footprint((), ((self.place, self.block_ids[: len(self.keys)]),))
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):
@@ -567,7 +575,7 @@ class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):
     lane: ClassVar[Lane] = Lane.SWAP_OUT
 
     def footprint(self) -> Footprint:
-        return Footprint({DEVICE: self.gpu_block_ids}, {HOST: self.cpu_block_ids})
+        return Footprint(((DEVICE, self.gpu_block_ids),), ((HOST, self.cpu_block_ids),))
 
 
 class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
@@ -576,7 +584,7 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
     lane: ClassVar[Lane] = Lane.SWAP_IN
 
     def footprint(self) -> Footprint:
-        return Footprint({HOST: self.cpu_block_ids}, {DEVICE: self.gpu_block_ids})
+        return Footprint(((HOST, self.cpu_block_ids),), ((DEVICE, self.gpu_block_ids),))
 
 
 Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask

@@ -7,6 +7,7 @@ import statistics
 import time
 
 from benchmarks.growth.axis import Axis
+from transferd.config import ServerSection
 from transferd.control import instructions as do
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
@@ -35,14 +36,16 @@ def _limits(queued: int) -> Limits:
         direct=False,
         token_block=0,
         only_flush=False,
-        max_queued=queued,
-        max_queued_bytes=much,
-        max_bytes=much,
-        lane_depth=4,
-        deadline_slack=1.0,
-        result_ttl=60.0,
-        max_results=1024,
-        max_result_bytes=much,
+        server=ServerSection(
+            max_queued_tasks=queued,
+            max_queued_bytes=much,
+            max_inflight_bytes=much,
+            lane_depth=4,
+            deadline_slack=1.0,
+            result_ttl=60.0,
+            max_results=1024,
+            max_result_bytes=much,
+        ),
     )
 
 

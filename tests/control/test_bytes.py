@@ -31,7 +31,7 @@ from transferd.tasks import (
 )
 
 KEYS = 4000
-WIDE = limits(device_blocks=10**8, host_blocks=10**8, block_bytes=1, max_queued=10**6, max_queued_bytes=10**12)
+WIDE = limits(device_blocks=10**8, host_blocks=10**8, block_bytes=1, max_queued_tasks=10**6, max_queued_bytes=10**12)
 
 
 def from_the_wire(task: Task) -> Task:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.control.test_dispatcher import LIMITS, Desk, read, swap_in, swap_out, write
+from tests.support.dispatch import limits_but
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.tasks import ReceiveTask, SendTask, Status, Task, WriteStorageTask
@@ -160,7 +161,9 @@ def test_a_swap_out_that_was_taken_back_before_its_start_spoils_nothing(desk: De
 
 
 def test_a_long_chain_of_swap_ins_fails_without_deep_recursion() -> None:
-    limits = replace(LIMITS, block_bytes=1, max_queued=4000, max_bytes=2**40, max_results=4000, max_queued_bytes=2**30)
+    limits = limits_but(
+        LIMITS, block_bytes=1, max_queued_tasks=4000, max_inflight_bytes=2**40, max_results=4000, max_queued_bytes=2**30
+    )
     desk = Desk(limits)
     desk.submit(swap_out("o", [1], [3]))
     pushes = 3000
@@ -179,7 +182,7 @@ def desk() -> Desk:
 
 def test_a_gone_client_gets_no_answer_for_what_waited_for_its_own_task() -> None:
     """The swap-out ends before it has filled the block, and the swap-in behind it would fail for that."""
-    desk = Desk(replace(LIMITS, lane_depth=1))
+    desk = Desk(limits_but(LIMITS, lane_depth=1))
     desk.submit(swap_out("runs", [3], [3]), client=b"stays")
     desk.submit(swap_out("o", [1], [1]), client=b"gone")
     desk.submit(swap_in("i", [2], [1]), client=b"gone")

@@ -28,7 +28,14 @@ from transferd.tasks import (
 )
 
 LIMITS = limits(
-    ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, max_queued=3, max_bytes=2000, lane_depth=2, max_results=4
+    ranks=2,
+    device_blocks=8,
+    host_blocks=8,
+    block_bytes=100,
+    max_queued_tasks=3,
+    max_inflight_bytes=2000,
+    lane_depth=2,
+    max_results=4,
 )
 CLIENT = b"engine"
 
@@ -221,7 +228,7 @@ def test_past_the_queue_bound_the_answer_is_busy_with_a_hint_and_the_id_may_be_p
 
 
 def test_past_the_bytes_in_flight_the_answer_is_busy_but_one_task_alone_may_be_larger() -> None:
-    desk = Desk(limits(host_blocks=0, block_bytes=100, max_bytes=2000))
+    desk = Desk(limits(host_blocks=0, block_bytes=100, max_inflight_bytes=2000))
     big = desk.submit(write("big", *range(20)))
     assert big not in desk.answers
     small = desk.submit(write("small", 30))
@@ -625,7 +632,6 @@ def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
         desk.submit(write(f"w{i}", 1, timeout=1e4))
         desk.finish(f"w{i}")
     assert len(desk.dispatcher._alarms) < 200
-    assert repr(desk.dispatcher) == "<Dispatcher queued=0 running=0 straggling=0>"
 
 
 def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:

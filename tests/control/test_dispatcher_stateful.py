@@ -37,9 +37,9 @@ LIMITS = limits(
     device_blocks=6,
     host_blocks=6,
     block_bytes=10,
-    max_queued=6,
+    max_queued_tasks=6,
     max_queued_bytes=3 * TASK_BYTES + 8 * (KEY_BYTES + ID_BYTES),  # three to five tasks
-    max_bytes=400,
+    max_inflight_bytes=400,
     lane_depth=2,
     deadline_slack=1.0,
     result_ttl=30.0,
@@ -53,9 +53,7 @@ clients = st.sampled_from([b"a", b"b", b"c"])
 def touches(task: Task) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """(reads, writes) as plain sets; storage reads before writes need no order, so they are left out of reads."""
     f = task.footprint()
-    reads, writes = (
-        {(place, i) for place in ("device", "host") for i in uses.get(place, ())} for uses in (f.reads, f.writes)
-    )
+    reads, writes = ({(place, i) for place in ("device", "host") for i in uses(place)} for uses in (f.read, f.written))
     return reads, writes
 
 
@@ -77,7 +75,7 @@ class Held:
 def ordered_behind(task: Task, other: Task) -> bool:
     (reads, writes), (other_reads, other_writes) = touches(task), touches(other)
     a, b = task.footprint(), other.footprint()
-    stored = {*a.reads.get("storage", ()), *a.writes.get("storage", ())} & {*b.writes.get("storage", ())}
+    stored = {*a.read("storage"), *a.written("storage")} & {*b.written("storage")}
     return bool(writes & (other_reads | other_writes) or reads & other_writes or stored)
 
 
@@ -132,14 +130,14 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def keep(self, result: TaskResult) -> None:
         nbytes = RESULT_BYTES + len(msgspec.msgpack.encode(result))
-        self.kept.append((result.task_id, nbytes, self.now + LIMITS.result_ttl))
+        self.kept.append((result.task_id, nbytes, self.now + LIMITS.server.result_ttl))
         self.forget()
 
     def forget(self) -> None:
         while self.kept and (
             self.kept[0][2] <= self.now
-            or len(self.kept) > LIMITS.max_results
-            or sum(nbytes for _, nbytes, _ in self.kept) > LIMITS.max_result_bytes
+            or len(self.kept) > LIMITS.server.max_results
+            or sum(nbytes for _, nbytes, _ in self.kept) > LIMITS.server.max_result_bytes
         ):
             self.kept.pop(0)
 
@@ -229,9 +227,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert refused.error is not None
             if "admitted tasks hold" in refused.error.message:
                 assert before
-                assert before + nbytes > LIMITS.max_queued_bytes
+                assert before + nbytes > LIMITS.server.max_queued_bytes
         else:
-            assert not before or before + nbytes <= LIMITS.max_queued_bytes
+            assert not before or before + nbytes <= LIMITS.server.max_queued_bytes
 
     @initialize()
     def begin(self) -> None:
@@ -383,7 +381,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:
         for client, task_id in self.waiting.values():
-            assert self.now <= self.deadline[task_id] + LIMITS.deadline_slack + 1e-9, (client, task_id)
+            assert self.now <= self.deadline[task_id] + LIMITS.server.deadline_slack + 1e-9, (client, task_id)
 
     def teardown(self) -> None:
         """Faults stop; everything ends."""

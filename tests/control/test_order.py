@@ -202,11 +202,11 @@ footprints = st.builds(
 def conflict(earlier: Footprint, later: Footprint) -> bool:
     """The rule itself, written a second time and as naively as possible."""
     for tier in ("device", "host"):
-        a_reads, a_writes = set(earlier.reads[tier]), set(earlier.writes[tier])
-        b_reads, b_writes = set(later.reads[tier]), set(later.writes[tier])
+        a_reads, a_writes = set(earlier.read(tier)), set(earlier.written(tier))
+        b_reads, b_writes = set(later.read(tier)), set(later.written(tier))
         if a_writes & (b_reads | b_writes) or a_reads & b_writes:
             return True
-    return bool(set(earlier.writes["storage"]) & {*later.reads["storage"], *later.writes["storage"]})
+    return bool(set(earlier.written("storage")) & {*later.read("storage"), *later.written("storage")})
 
 
 @given(st.lists(footprints, max_size=12), st.randoms(use_true_random=False), st.data())

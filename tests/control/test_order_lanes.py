@@ -8,7 +8,7 @@ from tests.support.dispatch import limits, record_of
 from transferd.control.order import RETRY_AFTER_S, Lanes, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
-LIMITS = limits(max_queued=4, max_queued_bytes=1000, max_bytes=2000, lane_depth=2)
+LIMITS = limits(max_queued_tasks=4, max_queued_bytes=1000, max_inflight_bytes=2000, lane_depth=2).server
 
 
 def read(task_id: str) -> ReadStorageTask:
@@ -97,7 +97,7 @@ def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and
 
 
 def test_a_cancelling_task_keeps_its_place_until_it_is_done() -> None:
-    lanes = Lanes(limits(lane_depth=1))
+    lanes = Lanes(limits(lane_depth=1).server)
     record = admit(lanes, read("a"))
     admit(lanes, read("b"))
     start(lanes)
@@ -143,7 +143,7 @@ def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> N
 
 
 def test_running_tasks_do_not_count_as_queued() -> None:
-    lanes = Lanes(limits(max_queued=1, lane_depth=2))
+    lanes = Lanes(limits(max_queued_tasks=1, lane_depth=2).server)
     admit(lanes, read("a"))
     start(lanes)
     assert refusal(lanes, read("b")) is None
@@ -151,7 +151,7 @@ def test_running_tasks_do_not_count_as_queued() -> None:
 
 @pytest.mark.parametrize(("bound", "allowed"), [(4, 2), (5, 3)])
 def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: int) -> None:
-    lanes = Lanes(limits(only_flush=True, max_queued=bound, lane_depth=1))
+    lanes = Lanes(limits(only_flush=True, max_queued_tasks=bound, lane_depth=1).server)
     admit(lanes, write("running"))
     start(lanes)
     for i in range(allowed):
@@ -198,7 +198,7 @@ def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_lar
 
 def loaded(waiting: int, *, seconds: float | None) -> Lanes:
     """Two reads at work, others that wait, and a read that took so many seconds before."""
-    lanes = Lanes(limits(max_queued=99, max_bytes=1, lane_depth=2))
+    lanes = Lanes(limits(max_queued_tasks=99, max_inflight_bytes=1, lane_depth=2).server)
     if seconds is not None:
         lanes.spent(record_of(read("before"), admitted_at=100.0), 100.0 + seconds)
     for i in range(2 + waiting):
@@ -237,7 +237,9 @@ def test_each_lane_has_an_average_of_its_own() -> None:
 
 
 def test_every_refusal_says_when_to_ask_again() -> None:
-    lanes = Lanes(limits(only_flush=True, max_queued=4, max_queued_bytes=10, max_bytes=1, lane_depth=1))
+    lanes = Lanes(
+        limits(only_flush=True, max_queued_tasks=4, max_queued_bytes=10, max_inflight_bytes=1, lane_depth=1).server
+    )
     for lane_task in (read("x"), write("x")):
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):

@@ -22,7 +22,9 @@ from transferd.control.order import AT_WORK, Claim, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, ReadStorageTask, Stop, Task, WriteStorageTask
 
 WINDOWS = 8
-LIMITS = limits(ranks=1, device_blocks=WINDOWS, host_blocks=0, lane_depth=1000, max_queued=1000, deadline_slack=1.0)
+LIMITS = limits(
+    ranks=1, device_blocks=WINDOWS, host_blocks=0, lane_depth=1000, max_queued_tasks=1000, deadline_slack=1.0
+)
 # Sizes below, at and above the stride; memory comes again with the other grid. The third engine has a memory more.
 GRIDS: list[list[tuple[WindowGrid, ...]]] = [
     [(WindowGrid("arena", 0, 2, 7),), (WindowGrid("arena", 5, 3, 3),)],

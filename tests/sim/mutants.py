@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        self._set_alarm(record.deadline, record)",
+        "        self._set_alarm(self._now + task.timeout, record)",
         "        pass",
     ),
     Mutant(
@@ -254,7 +254,7 @@ MUTANTS = (
     Mutant(
         "the queue has no bound",
         "control/order.py",
-        "        if self.queued >= self._limits.max_queued:",
+        "        if self.queued >= self._server.max_queued_tasks:",
         "        if False:",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from transferd.config import ServerSection
 from transferd.errors import RequestError
 from transferd.runtime.address import host_and_port
 from transferd.tasks import (
@@ -56,14 +57,7 @@ class Limits:
     direct: bool  # True in pd.mode "direct"
     token_block: int  # tokens per block if storage is token-indexed (tasks must then give the path), else 0
     only_flush: bool  # write tasks move nothing and only update the token index
-    max_queued: int  # tasks admitted and not running
-    max_queued_bytes: int  # arguments of all admitted tasks
-    max_bytes: int  # per lane, queued and running, all ranks
-    lane_depth: int
-    deadline_slack: float
-    result_ttl: float
-    max_results: int  # answers kept for result_ttl
-    max_result_bytes: int  # the bytes of those
+    server: ServerSection  # how much may wait and run, and for how long answers are kept
     salts: bool = False  # token-indexed storage keeps paths with other salts apart
 
 
@@ -117,8 +111,8 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
-            return Footprint({}, {STORAGE: entries, PATHS: [tree]})
-        return Footprint({PATHS: [tree]}, {STORAGE: entries})
+            return Footprint((), ((STORAGE, entries), (PATHS, [tree])))
+        return Footprint(((PATHS, [tree]),), ((STORAGE, entries),))
     return task.footprint()
 
 

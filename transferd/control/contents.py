@@ -50,11 +50,11 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if DEVICE in footprint.reads or DEVICE in footprint.writes:
+        if footprint.read(DEVICE) or footprint.written(DEVICE):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        for block in self._empty_of(footprint.reads.get(HOST, ())):
+        for block in self._empty_of(footprint.read(HOST)):
             if not _will_be_filled(block, hazards):
                 return _empty(block)
         return None

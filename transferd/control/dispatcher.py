@@ -45,7 +45,7 @@ from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
-from transferd.control.instructions import Decider, Push, event
+from transferd.control.instructions import Decider, Submission, event
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
@@ -110,9 +110,10 @@ class Dispatcher(Decider):
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
         self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
-        self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
+        server = limits.server
+        self._results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
         self.hazards = HazardTable(ranges)
-        self._lanes = Lanes(limits)
+        self._lanes = Lanes(server)
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
@@ -198,7 +199,7 @@ class Dispatcher(Decider):
 
         again: the client will push it again, under the same seq. So a refusal is not answered.
         """
-        push = Push(client, seq, task, again)
+        push = Submission(client, seq, task, again)
         if self._join(push):
             return
         refusal = self._gate.refusal
@@ -209,7 +210,7 @@ class Dispatcher(Decider):
         try:
             admission.check_task(task, self.limits)
             footprint = admission.footprint_of(task, self.limits)
-            self.hazards.check_targets(footprint.writes.get(DEVICE, ()))
+            self.hazards.check_targets(footprint.written(DEVICE))
         except RequestError as error:
             self._refuse(push, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
@@ -221,14 +222,13 @@ class Dispatcher(Decider):
             generation=self.generation,
             memory_epoch=self._memory_epoch,
             admitted_at=self._now,
-            deadline=self._now + task.timeout,
             nbytes=admission.moved_bytes(task, self.limits),
             arguments=admission.argument_bytes(task),
             flush=admission.flushes(task, self.limits),
             waiters=[(client, seq)],
         )
         # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
-        if not record.flush and (HOST in footprint.reads or not self._contents.all_mapped):
+        if not record.flush and (footprint.read(HOST) or not self._contents.all_mapped):
             absent = self._contents.refusal(client, footprint, self.hazards)
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
@@ -241,9 +241,9 @@ class Dispatcher(Decider):
         if busy is not None:
             self._refuse(push, Status.BUSY, *busy)
             return
-        self._admit(client, record, task.blocks, footprint)
+        self._admit(client, record, task, footprint)
 
-    def _join(self, push: Push) -> bool:
+    def _join(self, push: Submission) -> bool:
         """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
         task_id = push.task.task_id
         record = self.records.get(task_id) or self._stragglers.get(task_id)
@@ -271,13 +271,13 @@ class Dispatcher(Decider):
             self._refuse(push, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
         return True
 
-    def _admit(self, client: bytes, record: TaskState, blocks: int, footprint: Footprint) -> None:
+    def _admit(self, client: bytes, record: TaskState, task: Task, footprint: Footprint) -> None:
         task_id = record.task_id
         record.claim = self.hazards.enter(record, footprint, record.arguments)
         self.records[task_id] = record
         self._waits.setdefault(client, {})[task_id] = record
-        self._recorder.admitted(task_id, ADMITTED[record.lane], blocks, client)
-        self._set_alarm(record.deadline, record)
+        self._recorder.admitted(task_id, ADMITTED[record.lane], task.blocks, client)
+        self._set_alarm(self._now + task.timeout, record)
         self._lanes.enter(record)
         if not record.claim.blockers:
             self._lanes.ready(record)
@@ -285,7 +285,7 @@ class Dispatcher(Decider):
         else:  # `_release` of the last blocker makes it ready
             self._recorder.note(task_id, "waits", record.claim.blockers)
 
-    def _refuse(self, push: Push, status: Status, error: ErrorInfo, retry_after: float | None = None) -> None:
+    def _refuse(self, push: Submission, status: Status, error: ErrorInfo, retry_after: float | None = None) -> None:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
         self._recorder.aside(push.task.task_id, status, error.code, push.client, error.message[:LONGEST_TEXT])
@@ -320,7 +320,7 @@ class Dispatcher(Decider):
         """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
         assert record.claim is not None
-        sources = record.claim.footprint.reads.get(HOST)
+        sources = record.claim.footprint.read(HOST)
         if sources and (hollow := self._contents.hollow(sources)) is not None:
             self._finish_early(record, Status.FAILED, hollow)
             return
@@ -343,7 +343,7 @@ class Dispatcher(Decider):
         self._lanes.spent(record, self._now)
         record.straggling.update(missing)
         status = merged.status
-        if record.claim is not None and (targets := record.claim.footprint.writes.get(HOST)):
+        if record.claim is not None and (targets := record.claim.footprint.written(HOST)):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
@@ -431,7 +431,7 @@ class Dispatcher(Decider):
             self._move(record, State.CANCELLING)
             self._recorder.note(record.task_id, "stopping", reason)
             self._out.append(do.StopTask(record.task_id, reason))
-            record.forsaken_at = self._now + self.limits.deadline_slack
+            record.forsaken_at = self._now + self.limits.server.deadline_slack
             self._set_alarm(record.forsaken_at, record)
 
     @event

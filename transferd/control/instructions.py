@@ -73,7 +73,7 @@ class Again(msgspec.Struct, frozen=True):
 Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt | Unblock | Again
 
 
-class Push(msgspec.Struct, frozen=True):
+class Submission(msgspec.Struct, frozen=True):
     """See `Dispatcher.submit`."""
 
     client: bytes
@@ -101,7 +101,7 @@ def event(method: Callable[Concatenate[D, P], None]) -> Callable[Concatenate[D, 
     """
 
     @functools.wraps(method)
-    def happened(decider: D, now: float, *args: P.args, **kwargs: P.kwargs) -> list[Instruction]:
+    def happened(decider: D, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Instruction]:
         decider._now = now  # noqa: SLF001 - it is a method of this object
         method(decider, *args, **kwargs)
         out, decider._out = decider._out, []  # noqa: SLF001

@@ -34,7 +34,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from transferd.control.admission import Limits
+from transferd.config import ServerSection
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.errors import RequestError
 from transferd.runtime.compat import StrEnum
@@ -114,7 +114,7 @@ class HazardTable:
         claim = Claim(owner, footprint, nbytes, self, self.grids)
         blockers: dict[Claim, None] = {}
         if claim.grids:
-            for windows, writes in ((footprint.reads.get(DEVICE), False), (footprint.writes.get(DEVICE), True)):
+            for windows, writes in ((footprint.read(DEVICE), False), (footprint.written(DEVICE), True)):
                 if windows:
                     before = self._ranges.enter(claim, claim.grids, windows, writes=writes)
                     blockers.update(dict.fromkeys(before))
@@ -198,7 +198,7 @@ class HazardTable:
         return [
             (self._uses[place], ids, writes)
             for touched, writes in ((claim.footprint.reads, False), (claim.footprint.writes, True))
-            for place, ids in touched.items()
+            for place, ids in touched
             if place != DEVICE or not claim.grids
         ]
 
@@ -240,8 +240,8 @@ class LaneLoad:
 class Lanes:
     """All lanes of one dispatcher."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, server: ServerSection) -> None:
+        self._server = server
         self.loads = {lane: LaneLoad() for lane in Lane}
         self.queued = 0  # in all lanes
         self.ready_tasks = 0  # in all lanes; some may have been cancelled since
@@ -256,17 +256,17 @@ class Lanes:
         held: bytes of the arguments of tasks that are admitted.
         """
         load, arguments = self.loads[record.lane], record.arguments
-        if self.queued >= self._limits.max_queued:
+        if self.queued >= self._server.max_queued_tasks:
             return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
         # An index that hangs delays every flush until its deadline, and an engine that evicts sends many flushes.
         waiting = load.tasks - load.running
-        if record.flush and waiting >= (self._limits.max_queued + 1) // 2:
+        if record.flush and waiting >= (self._server.max_queued_tasks + 1) // 2:
             return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
         # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
-        if held and held + arguments > self._limits.max_queued_bytes:
+        if held and held + arguments > self._server.max_queued_bytes:
             message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
             return ErrorInfo("queue_full", message), self._hint(load)
-        if load.tasks and load.nbytes + record.nbytes > self._limits.max_bytes:
+        if load.tasks and load.nbytes + record.nbytes > self._server.max_inflight_bytes:
             message = f"{load.nbytes} bytes are in flight in this lane"
             return ErrorInfo("bytes_in_flight", message), self._hint(load)
         return None
@@ -278,7 +278,7 @@ class Lanes:
     def _hint(self, load: LaneLoad) -> float:
         """The time in which this lane finishes a quarter of its queue: soon, but not so soon that all retry in vain."""
         waiting = max(1, load.tasks - load.running)
-        estimate = load.seconds * waiting / self._limits.lane_depth / 4
+        estimate = load.seconds * waiting / self._server.lane_depth / 4
         return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
 
     def enter(self, record: TaskState) -> None:
@@ -296,7 +296,7 @@ class Lanes:
     def next_startable(self) -> TaskState | None:
         """The next task to start now. The caller must start or end it before the next call."""
         for load in self.loads.values():
-            while load.ready and load.running < self._limits.lane_depth:
+            while load.ready and load.running < self._server.lane_depth:
                 record = load.ready.popleft()
                 self.ready_tasks -= 1
                 if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
@@ -397,7 +397,6 @@ class TaskState:
     generation: str
     memory_epoch: int  # how often the memory had been taken away at its admission
     admitted_at: float
-    deadline: float
     nbytes: int  # counted against the lane's bytes in flight
     arguments: int  # bytes of memory that the task itself takes while it is admitted
     flush: bool  # it moves nothing and updates the token index

@@ -202,6 +202,11 @@ class Share:
         return bool(getattr(self.job.task, "cpu_block_ids", ()))
 
     @property
+    def prefix(self) -> bool:
+        """Whether a block is useless without those before it: not to a sparse read."""
+        return getattr(self.job.task, "prefix", True)
+
+    @property
     def arena(self) -> Arena:
         """Where this rank's blocks of the task are. Meaningless for swaps."""
         return require(self.context.host).arena if self.on_host else self.context.device.arena

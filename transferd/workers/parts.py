@@ -10,6 +10,7 @@ blocks, and objects without seals of parts, are left to the caller.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from transferd.blocks.formats import Damage
 from transferd.storage.base import Found, PartItem, Source, slots_for
@@ -22,6 +23,7 @@ CONSUMER = "read"  # of staging
 Bad = Callable[[str, str, Damage, int], None]
 
 
+@dataclass(slots=True, eq=False)
 class PartLoad:
     """One rank's load of a task by parts.
 
@@ -31,27 +33,29 @@ class PartLoad:
     reported: whether the engine may use some of the bytes already.
     """
 
-    def __init__(self, share: Share, source: Source, blocks: CpuBlocks, size: int, most: int, bad: Bad) -> None:
-        self.reported = False
-        self._bad = bad
-        self._share, self._source, self._blocks = share, source, blocks
-        self._size, self._most = size, most
-        self._states: dict[int, bytearray] = {}
-        self._left: list[int] = []
-        self._again = Use(counts=False)  # of the parts behind the first: a load is one use of an object
+    share: Share
+    source: Source
+    blocks: CpuBlocks
+    size: int
+    most: int
+    bad: Bad
+    reported: bool = False
+    _states: dict[int, bytearray] = field(default_factory=dict)
+    _left: list[int] = field(default_factory=list)
+    _again: Use = field(default_factory=lambda: Use(counts=False))  # of later parts: a load is one use of an object
 
     async def load(self, positions: Sequence[int]) -> Sequence[int]:
         """Load these blocks. Returns the positions that are left to be loaded as a whole. Raises TransferError."""
-        share, layout = self._share, self._share.context.layout
+        share, layout = self.share, self.share.context.layout
         whole = len(positions) == share.job.blocks
-        self._states = {position: self._blocks.new_state() for position in positions}
+        self._states = {position: self.blocks.new_state() for position in positions}
         for part, (layers, _) in enumerate(layout.part_ends):
             before = len(positions)
             positions = await self._load_part(part, positions)
             if share.stopped is not None or not positions:
                 break
             whole = whole and len(positions) == before
-            if whole and part < self._blocks.parts - 1:
+            if whole and part < self.blocks.parts - 1:
                 self.reported = True
                 share.job.part_there(share.job, share.context.rank, layers)
         else:
@@ -61,17 +65,17 @@ class PartLoad:
     async def _load_part(self, part: int, positions: Sequence[int]) -> list[int]:
         """Load a part of these blocks. Returns the positions of the blocks that hold it now, in order."""
         good: list[int] = []
-        chunks = [positions[start : start + self._size] for start in range(0, len(positions), self._size)]
-        await self._share.overlapped((self._load_chunk(part, chunk, good) for chunk in chunks), self._most)
+        chunks = [positions[start : start + self.size] for start in range(0, len(positions), self.size)]
+        await self.share.overlapped((self._load_chunk(part, chunk, good) for chunk in chunks), self.most)
         return sorted(good)
 
     async def _load_chunk(self, part: int, positions: Sequence[int], good: list[int]) -> bool:
         """Load a part of these blocks, and add those that hold it now to `good`."""
-        share, source = self._share, self._source
+        share, source = self.share, self.source
         items = share.items(positions)
-        span = self._blocks.span(part)
+        span = self.blocks.span(part)
         parts = [PartItem.of(item, span, self._again if part else item.use) for item in items]
-        drain = self._blocks.drain(positions, part, [self._states[position] for position in positions])
+        drain = self.blocks.drain(positions, part, [self._states[position] for position in positions])
         needed = slots_for(source, [item.name for item in items])
         loading = await share.in_place(
             CONSUMER, "load a part in place", len(positions), needed, lambda slots: source.load(parts, drain, slots)
@@ -80,7 +84,7 @@ class PartLoad:
             return False
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:
-                self._bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
+                self.bad(share.job.task.task_id, share.names[position], drain.damages[i], outcome.level)
                 self._left.append(position)  # another level may have it
             elif outcome.found is Found.FOUND:
                 good.append(position)
@@ -88,8 +92,8 @@ class PartLoad:
                 self._left.append(position)
             elif outcome.error is not None:
                 share.failed(outcome.error)
-        if self._blocks.lost is not None:
-            raise self._blocks.lost
+        if self.blocks.lost is not None:
+            raise self.blocks.lost
         errors = [outcome.error for outcome in loading.result() if outcome.error is not None]
         if len(errors) == len(positions):  # then more loads are useless
             raise errors[-1]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
@@ -87,7 +88,7 @@ class Reader:
                 only_check = parts.reported
                 in_place = in_place and not only_check
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
-            loads = (_Load(self, share, source, blocks, chunk, only_check=only_check) for chunk in chunks)
+            loads = (_Load(self, share, source, blocks, chunk, only_check) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
             else:
@@ -109,7 +110,7 @@ class Reader:
 
     def _loaded(self, share: Share) -> int:
         """How many blocks of a task were found, if nothing looked them up. A prefix ends at its first missing block."""
-        if not getattr(share.job.task, "prefix", True) or len(share.moved) == share.job.blocks:
+        if not share.prefix or len(share.moved) == share.job.blocks:
             return len(share.moved)
         moved = set(share.moved)
         return leading([position in moved for position in range(share.job.blocks)])
@@ -150,51 +151,44 @@ class Reader:
         context.background.begin(source.quarantine(name) if levels is None else levels.quarantine_at(name, level))
 
 
+@dataclass(slots=True, eq=False)
 class _Load:
     """The load of one chunk of a task.
 
-    positions: of the chunk's blocks, ascending; borrowed.
+    positions: of the chunk's blocks, ascending.
     only_check: touch no block, because the engine may be reading them; only find damaged objects.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        share: Share,
-        source: Source,
-        blocks: CpuBlocks | None,
-        positions: Sequence[int],
-        *,
-        only_check: bool = False,
-    ) -> None:
-        self._reader, self._share, self._source, self._cpu = reader, share, source, blocks
-        self._only_check = only_check
-        self._positions = positions
-        self._prefix = getattr(share.job.task, "prefix", True)
-        self._good = 0
+    reader: Reader
+    share: Share
+    source: Source
+    blocks: CpuBlocks | None  # None if the CPU cannot copy and check them
+    positions: Sequence[int]
+    only_check: bool
+    good: int = 0  # blocks that have arrived
 
     async def run(self, in_place: bool) -> bool:
         """Load the chunk. Returns whether to continue with the next one."""
         try:
-            rest = self._positions
+            rest = self.positions
             if in_place:
                 rest = await self._in_place()
-            size = self._reader.chunk_blocks
+            size = self.reader.chunk_blocks
             for start in range(0, len(rest), size):
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
-                for _ in range(2 * self._source.tries - 1):
-                    if not again or self._share.stopped is not None:
+                for _ in range(2 * self.source.tries - 1):
+                    if not again or self.share.stopped is not None:
                         break
                     again = await self._by_slots(again)
         except TransferError as error:
-            self._share.failed(error)
+            self.share.failed(error)
             return False
-        return self._good == len(self._positions) or not (self._prefix or self._share.stopped)
+        return self.good == len(self.positions) or not (self.share.prefix or self.share.stopped)
 
     async def _in_place(self) -> Sequence[int]:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
-        share, source, blocks, positions = self._share, self._source, self._cpu, self._positions
+        share, source, blocks, positions = self.share, self.source, self.blocks, self.positions
         assert blocks is not None
         items, drain = share.items(positions), blocks.drain(positions)
         needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
@@ -212,7 +206,7 @@ class _Load:
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
         """Account for the loaded blocks. Returns the positions that are left for slots. Raises TransferError."""
-        positions = self._positions
+        positions = self.positions
         if not drain.damages and all(outcome is FOUND for outcome in outcomes):  # the usual case, without a loop below
             self._arrived(positions)
             return ()
@@ -222,7 +216,7 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT or (i in drain.damages and self._source.tries > 1):  # another copy may be good
+            elif outcome is LEFT or (i in drain.damages and self.source.tries > 1):  # another copy may be good
                 left.append(position)
             else:
                 hole = position if hole is None else hole
@@ -230,32 +224,32 @@ class _Load:
         if blocks.lost is not None:  # no further chunk can reach the block memory
             raise blocks.lost
         self._report([outcome.error for outcome in outcomes if outcome.error is not None])
-        return [i for i in left if hole is None or i < hole] if self._prefix else left
+        return [i for i in left if hole is None or i < hole] if self.share.prefix else left
 
     def _report(self, failures: Sequence[TransferError]) -> None:
         """Note errors of loads. If every position failed, more loads are useless: raise the last error."""
-        useless = len(failures) == len(self._positions)
+        useless = len(failures) == len(self.positions)
         for error in failures[:-1] if useless else failures:
-            self._share.failed(error)
+            self.share.failed(error)
         if useless:
             raise failures[-1]
 
     def _arrived(self, positions: Sequence[int]) -> None:
-        self._good += len(positions)
-        self._share.done(positions, len(positions) * self._share.context.layout.block_bytes)
+        self.good += len(positions)
+        self.share.done(positions, len(positions) * self.share.context.layout.block_bytes)
 
     def _note_damage(self, drain: BlockDrain, loaded: asyncio.Future[list[Outcome]]) -> None:
         levels = [] if loaded.cancelled() or loaded.exception() else [one.level for one in loaded.result()]
         for i, damage in drain.damages.items():
             level = levels[i] if levels else 0
-            self._reader.bad(self._share.job.task.task_id, self._share.names[self._positions[i]], damage, level)
+            self.reader.bad(self.share.job.task.task_id, self.share.names[self.positions[i]], damage, level)
 
     async def _by_slots(self, positions: Sequence[int]) -> Sequence[int]:
         """Load objects to slots, check them, and copy them to their blocks. Raises TransferError.
 
         Returns the positions to load again from another level: the copy was damaged, or its level is too slow.
         """
-        share, staging = self._share, self._share.context.staging
+        share, staging = self.share, self.share.context.staging
         lease = await share.lease(CONSUMER, len(positions))
         if lease is None:
             return ()
@@ -263,7 +257,7 @@ class _Load:
         try:
             share.step("fetch", len(positions))
             loading = share.context.background.begin(
-                self._source.load(share.items(positions), None, staging.views(lease))
+                self.source.load(share.items(positions), None, staging.views(lease))
             )
             if not await share.answered(loading):
                 return ()
@@ -276,7 +270,7 @@ class _Load:
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
-            return sorted(again) if self._source.tries > 1 else ()
+            return sorted(again) if self.source.tries > 1 else ()
         finally:
             if loading is None:
                 lease.release()
@@ -291,12 +285,12 @@ class _Load:
         levels: by slot, the level that its object came from.
         """
         results: dict[int, Damage | None]
-        if self._only_check:
-            views = self._share.context.staging.views(lease)
-            reasons = await check(self._share, [views[i] for i in at], positions)
+        if self.only_check:
+            views = self.share.context.staging.views(lease)
+            reasons = await check(self.share, [views[i] for i in at], positions)
             results = {i: reason for i, reason in zip(at, reasons, strict=True) if reason is not None}
         else:
-            blocks = self._cpu or DeviceBlocks(self._share)
+            blocks = self.blocks or DeviceBlocks(self.share)
             results = await blocks.scatter(positions, lease, at)
         where = dict(zip(at, positions, strict=True))
         self._arrived([where[index] for index, damage in results.items() if damage is None])
@@ -304,6 +298,6 @@ class _Load:
         for index, damage in results.items():
             if damage is not None:
                 damaged.append(where[index])
-                name = self._share.names[where[index]]
-                self._reader.bad(self._share.job.task.task_id, name, damage, levels[index])
+                name = self.share.names[where[index]]
+                self.reader.bad(self.share.job.task.task_id, name, damage, levels[index])
         return damaged
