@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "the barrier resets a round in place instead of ending it",
         "barrier.py",
-        "        del self._rounds[task_id]\n        self._end(round_)\n        return Arrival.COMPLETED",
-        "        self._end(round_)\n        round_.outcomes.clear()\n        return Arrival.COMPLETED",
+        "            del self._rounds[task_id]\n            self._end(round_)\n        return True",
+        "            self._end(round_)\n            round_.outcomes.clear()\n        return True",
     ),
     Mutant(
         "a deadline forgets which ranks were missing",
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "a late arrival is dropped silently",
         "daemon/coordinator.py",
-        "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
+        "        if not self._barrier.arrive(job.task.task_id, outcome):",
         "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
     ),
     Mutant(

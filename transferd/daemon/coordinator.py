@@ -24,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import structlog
 
-from transferd.barrier import Arrival, RankBarrier, Round
+from transferd.barrier import RankBarrier, Round
 from transferd.control import instructions as do
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import Claim, TaskState
@@ -393,7 +393,7 @@ class Coordinator:
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
         if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
             self._hear(self._dispatcher.task_settled, job.task.task_id)
-        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
+        if not self._barrier.arrive(job.task.task_id, outcome):
             self._hear(self._dispatcher.rank_left, job.task.task_id, outcome.rank)
 
     def _part_there(self, job: Job, rank: int, layers: int) -> None:

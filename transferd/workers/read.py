@@ -239,6 +239,8 @@ class _Load:
         self.share.done(positions, len(positions) * self.share.context.layout.block_bytes)
 
     def _note_damage(self, drain: BlockDrain, loaded: asyncio.Future[list[Outcome]]) -> None:
+        if not drain.damages:
+            return
         levels = [] if loaded.cancelled() or loaded.exception() else [one.level for one in loaded.result()]
         for i, damage in drain.damages.items():
             level = levels[i] if levels else 0
