@@ -192,7 +192,6 @@ class WriteBack:
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
-        self._bad: set[str] = set()  # objects that are being copied, and were found damaged above
         self._coming = 0  # bytes of stores that have room and run now
         self._room: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
@@ -266,13 +265,6 @@ class WriteBack:
         """Note that an object has another length now, which the caller sets next."""
         if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
             self.pending_bytes += nbytes - one.nbytes
-
-    def damaged(self, name: str, source: StoreLevel) -> None:
-        """Note that what was read there is damaged: nobody reads its running copy here until the copy has ended."""
-        one = self._copying.get(name)
-        if one is not None and one.source is source and name not in self._bad:
-            self._bad.add(name)
-            self.level.bad[name] += 1
 
     def withdraw(self, why: str, fits: Callable[[str], bool] = lambda _name: True) -> None:
         """Give up copies of objects that fit, if they wait and are not running."""
@@ -480,10 +472,11 @@ class WriteBack:
                 rest.append((one, slot))
         if not rest:
             return
-        items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
+        uses = [one.source.use_of(one.name, one.use) for one, _ in rest]
+        items = [Item(one.name, slot.nbytes, use, one.depth) for (one, slot), use in zip(rest, uses, strict=True)]
         outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
-        for (one, _), outcome in zip(reversed(rest), reversed(outcomes), strict=True):
-            await self._written(one, outcome, born)
+        for (one, _), use, outcome in zip(reversed(rest), reversed(uses), reversed(outcomes), strict=True):
+            await self._written(one, use, outcome, born)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -498,9 +491,9 @@ class WriteBack:
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, outcome: Outcome, born: int) -> None:
+    async def _written(self, one: Unsaved, use: Use, outcome: Outcome, born: int) -> None:
         if outcome.found is Found.STORED:  # the level above holds it for those below
-            self.level.storage.index.release(one.name, one.use)
+            self.level.storage.index.release(one.name, use)
         if outcome.found in (Found.STORED, Found.EXISTS):
             why = self._fences.forbids(one.name, born, one.source.number)
             if why == "quarantined" and outcome.found is Found.STORED:
@@ -515,9 +508,6 @@ class WriteBack:
     def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
         """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
         self._copying.pop(one.name, None)
-        if one.name in self._bad:
-            self._bad.discard(one.name)
-            self.level.is_good(one.name)
         self.pending_bytes -= one.nbytes
         if why:
             self.level.lost[why] += 1
