@@ -7,7 +7,7 @@ import statistics
 import time
 
 from benchmarks.growth.axis import Axis
-from transferd.config import ServerSection
+from transferd.config import ServerSection, Size
 from transferd.control import instructions as do
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
@@ -26,7 +26,7 @@ def per_task_us(queued: int) -> float:
 
 def _limits(queued: int) -> Limits:
     """Room for this many small swaps, each of a block of its own; the end of one starts the next."""
-    much = 2**40
+    much = Size(2**40)
     return Limits(
         ranks=1,
         device_blocks=queued,
