@@ -152,14 +152,6 @@ class Footprint(msgspec.Struct, frozen=True, gc=False):
     reads: tuple[tuple[str, Sequence[Any]], ...] = ()
     writes: tuple[tuple[str, Sequence[Any]], ...] = ()
 
-    def read(self, place: str) -> Sequence[Any]:
-        """What the task reads there."""
-        return next((blocks for where, blocks in self.reads if where == place), ())
-
-    def written(self, place: str) -> Sequence[Any]:
-        """What the task writes there."""
-        return next((blocks for where, blocks in self.writes if where == place), ())
-
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
     """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""
@@ -229,9 +221,9 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
         return self.cpu_block_ids or self.gpu_block_ids
 
     @property
-    def place(self) -> str:
-        """Where the task's blocks are: HOST or DEVICE."""
-        return HOST if self.cpu_block_ids else DEVICE
+    def placed(self) -> tuple[str, list[int]]:
+        """Where the task's blocks are, and their ids."""
+        return (HOST, self.cpu_block_ids) if self.cpu_block_ids else (DEVICE, self.gpu_block_ids)
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
@@ -493,7 +485,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
         return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
-        return Footprint(((self.place, self.block_ids),), ((STORAGE, self.keys),))
+        return Footprint((self.placed,), ((STORAGE, self.keys),))
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
@@ -514,12 +506,18 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
     lane: ClassVar[Lane] = Lane.READ
 
+    @property
+    def filled(self) -> tuple[tuple[str, list[int]]]:
+        """What it writes: a block for each key, though it may name more."""
+        place, ids = self.placed
+        return ((place, ids[: len(self.keys)]),)
+
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
-        return Footprint(((STORAGE, self.keys),), ((self.place, self.block_ids[: len(self.keys)]),))
+        return Footprint(((STORAGE, self.keys),), self.filled)
 
 
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
@@ -533,7 +531,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     lane: ClassVar[Lane] = Lane.SEND
 
     def footprint(self) -> Footprint:
-        return Footprint(((self.place, self.block_ids),))
+        return Footprint((self.placed,))
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
@@ -545,7 +543,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        return Footprint((), ((self.place, self.block_ids[: len(self.keys)]),))
+        return Footprint((), self.filled)
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):

@@ -99,9 +99,9 @@ def test_a_cancelled_claim_of_another_engine_holds_its_place_until_what_it_waits
 
 def test_targets_of_one_task_that_share_a_byte_are_refused_by_name() -> None:
     table = table_of(ByteRanges(), WindowGrid("m", 0, 100, 100), WindowGrid("n", 0, 4, 10))
-    table.check_targets([7, 0, 3])
+    table.check_targets(touching(device_writes=[7, 0, 3]))
     with pytest.raises(RequestError, match="blocks 5 and 7 share bytes: windows of 10, 4 apart") as refusal:
-        table.check_targets([7, 0, 5])
+        table.check_targets(touching(device_writes=[7, 0, 5]))
     assert refusal.value.reason == "duplicate_id"
 
 

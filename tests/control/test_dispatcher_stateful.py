@@ -53,7 +53,9 @@ clients = st.sampled_from([b"a", b"b", b"c"])
 def touches(task: Task) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """(reads, writes) as plain sets; storage reads before writes need no order, so they are left out of reads."""
     f = task.footprint()
-    reads, writes = ({(place, i) for place in ("device", "host") for i in uses(place)} for uses in (f.read, f.written))
+    reads, writes = (
+        {(place, i) for place in ("device", "host") for i in dict(uses).get(place, ())} for uses in (f.reads, f.writes)
+    )
     return reads, writes
 
 
@@ -75,7 +77,9 @@ class Held:
 def ordered_behind(task: Task, other: Task) -> bool:
     (reads, writes), (other_reads, other_writes) = touches(task), touches(other)
     a, b = task.footprint(), other.footprint()
-    stored = {*a.read("storage"), *a.written("storage")} & {*b.written("storage")}
+    stored = {*dict(a.reads).get("storage", ()), *dict(a.writes).get("storage", ())} & {
+        *dict(b.writes).get("storage", ())
+    }
     return bool(writes & (other_reads | other_writes) or reads & other_writes or stored)
 
 

@@ -202,11 +202,14 @@ footprints = st.builds(
 def conflict(earlier: Footprint, later: Footprint) -> bool:
     """The rule itself, written a second time and as naively as possible."""
     for tier in ("device", "host"):
-        a_reads, a_writes = set(earlier.read(tier)), set(earlier.written(tier))
-        b_reads, b_writes = set(later.read(tier)), set(later.written(tier))
+        a_reads, a_writes = set(dict(earlier.reads).get(tier, ())), set(dict(earlier.writes).get(tier, ()))
+        b_reads, b_writes = set(dict(later.reads).get(tier, ())), set(dict(later.writes).get(tier, ()))
         if a_writes & (b_reads | b_writes) or a_reads & b_writes:
             return True
-    return bool(set(earlier.written("storage")) & {*later.read("storage"), *later.written("storage")})
+    return bool(
+        set(dict(earlier.writes).get("storage", ()))
+        & {*dict(later.reads).get("storage", ()), *dict(later.writes).get("storage", ())}
+    )
 
 
 @given(st.lists(footprints, max_size=12), st.randoms(use_true_random=False), st.data())

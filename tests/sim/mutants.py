@@ -217,7 +217,7 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        self._set_alarm(self._now + task.timeout, record)",
+        "        self._set_alarm(self._now + record.task.timeout, record)",
         "        pass",
     ),
     Mutant(

@@ -80,16 +80,6 @@ def check_task(task: Task, limits: Limits) -> None:
         _check_write(task, limits)
 
 
-def flushes(task: Task, limits: Limits) -> bool:
-    """Whether the task only updates a token index: it moves nothing and touches no block."""
-    return limits.only_flush and task.lane is Lane.WRITE
-
-
-def moved_bytes(task: Task, limits: Limits) -> int:
-    """The bytes that the task adds to its lane's bytes in flight, over all ranks."""
-    return 0 if flushes(task, limits) else task.blocks * limits.block_bytes * limits.ranks
-
-
 def argument_bytes(task: Task) -> int:
     """Estimate the memory of an admitted task: keys, ids, token ids, and its claims in the hazard table."""
     base = TASK_BYTES + (len(task.traceparent) if task.traceparent else 0)
@@ -106,7 +96,7 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
     A flush touches no block. It is ordered only among flushes of the same keys. A flush that withdraws the rest of a
     path does not name all of the path's keys, so it is ordered among all flushes of paths with the same first block.
     """
-    if isinstance(task, WriteStorageTask) and flushes(task, limits):
+    if limits.only_flush and isinstance(task, WriteStorageTask) and task.lane is Lane.WRITE:
         entries = [f"{_INDEX_ENTRY}{key}" for key in task.keys]
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = f"{first} {task.salt}" if task.salt else str(first)
@@ -155,7 +145,7 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, field, most = _check_storage(task, task.start_write_block_idx, limits)
-    flush, ids = flushes(task, limits), len(task.block_ids)
+    flush, ids = limits.only_flush and task.lane is Lane.WRITE, len(task.block_ids)
     if ids != keys and not (flush and not ids):  # evicted blocks have no ids
         raise RequestError(f"keys has {keys} entries, {field} {ids}", code="length_mismatch")
     if keys > most and not flush:  # so many would name some block twice

@@ -50,11 +50,11 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if footprint.read(DEVICE) or footprint.written(DEVICE):
+        if dict(footprint.reads).get(DEVICE, ()) or dict(footprint.writes).get(DEVICE, ()):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        for block in self._empty_of(footprint.read(HOST)):
+        for block in self._empty_of(dict(footprint.reads).get(HOST, ())):
             if not _will_be_filled(block, hazards):
                 return _empty(block)
         return None

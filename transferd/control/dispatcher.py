@@ -31,10 +31,12 @@ repeated, because that memory no longer exists.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -45,11 +47,10 @@ from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
-from transferd.control.instructions import Decider, Submission, event
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import DEVICE, HOST, ErrorInfo, Footprint, Lane, Merged, Status, Stop, Task, TaskResult
+from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Merged, Status, Stop, Task, TaskResult
 
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
@@ -76,7 +77,37 @@ class DispatchStatistics:
     held: list[Hold]
 
 
-class Dispatcher(Decider):
+class Submission(msgspec.Struct, frozen=True):
+    """See `Dispatcher.submit`."""
+
+    client: bytes
+    seq: int
+    task: Task
+    again: bool
+
+
+P = ParamSpec("P")
+
+
+def event(
+    method: Callable[Concatenate[Dispatcher, P], None],
+) -> Callable[Concatenate[Dispatcher, float, P], list[do.Instruction]]:
+    """Make a method the event that something has happened at the time `now`, which becomes its first argument.
+
+    It returns the instructions to carry out, in order.
+    """
+
+    @functools.wraps(method)
+    def happened(self: Dispatcher, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[do.Instruction]:
+        self._now = now
+        method(self, *args, **kwargs)
+        out, self._out = self._out, []
+        return out
+
+    return happened
+
+
+class Dispatcher:
     """The state machine. Only its events change it; see the module's theory of operation.
 
     records: all tasks that are admitted and not yet answered (queued, running, cancelling), by task_id.
@@ -100,7 +131,6 @@ class Dispatcher(Decider):
         total: the bounds of all engines together, if there are any.
         ranges: the bytes that tasks of all engines claim, where their device blocks are windows.
         """
-        super().__init__()
         self.limits = limits
         self._total = total
         self.boot_id = boot_id
@@ -117,6 +147,8 @@ class Dispatcher(Decider):
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
+        self._now = 0.0  # the time of the current event
+        self._out: list[do.Instruction] = []  # what it has led to so far
         self._memory_epoch = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # the last WakeAt whose DeadlineReached has not come yet
@@ -210,25 +242,27 @@ class Dispatcher(Decider):
         try:
             admission.check_task(task, self.limits)
             footprint = admission.footprint_of(task, self.limits)
-            self.hazards.check_targets(footprint.written(DEVICE))
+            self.hazards.check_targets(footprint)
         except RequestError as error:
             self._refuse(push, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
+        lane, blocks = task.lane, task.blocks
+        flush = self.limits.only_flush and lane is Lane.WRITE
         record = TaskState(
             task=task,
             task_id=task.task_id,
-            lane=task.lane,
+            lane=lane,
             content=admission.content_hash(task),
             generation=self.generation,
             memory_epoch=self._memory_epoch,
             admitted_at=self._now,
-            nbytes=admission.moved_bytes(task, self.limits),
+            nbytes=0 if flush else blocks * self.limits.block_bytes * self.limits.ranks,
             arguments=admission.argument_bytes(task),
-            flush=admission.flushes(task, self.limits),
+            flush=flush,
             waiters=[(client, seq)],
         )
         # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
-        if not record.flush and (footprint.read(HOST) or not self._contents.all_mapped):
+        if not flush and (dict(footprint.reads).get(HOST, ()) or not self._contents.all_mapped):
             absent = self._contents.refusal(client, footprint, self.hazards)
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
@@ -241,7 +275,7 @@ class Dispatcher(Decider):
         if busy is not None:
             self._refuse(push, Status.BUSY, *busy)
             return
-        self._admit(client, record, task, footprint)
+        self._admit(client, record, blocks, footprint)
 
     def _join(self, push: Submission) -> bool:
         """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
@@ -271,13 +305,14 @@ class Dispatcher(Decider):
             self._refuse(push, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
         return True
 
-    def _admit(self, client: bytes, record: TaskState, task: Task, footprint: Footprint) -> None:
+    def _admit(self, client: bytes, record: TaskState, blocks: int, footprint: Footprint) -> None:
         task_id = record.task_id
         record.claim = self.hazards.enter(record, footprint, record.arguments)
         self.records[task_id] = record
         self._waits.setdefault(client, {})[task_id] = record
-        self._recorder.admitted(task_id, ADMITTED[record.lane], task.blocks, client)
-        self._set_alarm(self._now + task.timeout, record)
+        self._recorder.admitted(task_id, ADMITTED[record.lane], blocks, client)
+        assert record.task is not None
+        self._set_alarm(self._now + record.task.timeout, record)
         self._lanes.enter(record)
         if not record.claim.blockers:
             self._lanes.ready(record)
@@ -320,7 +355,7 @@ class Dispatcher(Decider):
         """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
         assert record.claim is not None
-        sources = record.claim.footprint.read(HOST)
+        sources = dict(record.claim.footprint.reads).get(HOST, ())
         if sources and (hollow := self._contents.hollow(sources)) is not None:
             self._finish_early(record, Status.FAILED, hollow)
             return
@@ -343,7 +378,7 @@ class Dispatcher(Decider):
         self._lanes.spent(record, self._now)
         record.straggling.update(missing)
         status = merged.status
-        if record.claim is not None and (targets := record.claim.footprint.written(HOST)):
+        if record.claim is not None and (targets := dict(record.claim.footprint.writes).get(HOST, ())):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:

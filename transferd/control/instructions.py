@@ -6,10 +6,6 @@ times as much.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
-
 import msgspec
 
 from transferd.control.order import Claim
@@ -71,40 +67,3 @@ class Again(msgspec.Struct, frozen=True):
 
 
 Instruction = Start | StopTask | ExpireRound | Reply | Publish | WakeAt | Unblock | Again
-
-
-class Submission(msgspec.Struct, frozen=True):
-    """See `Dispatcher.submit`."""
-
-    client: bytes
-    seq: int
-    task: Task
-    again: bool
-
-
-class Decider:
-    """Hears events: methods with @event. They change its state."""
-
-    def __init__(self) -> None:
-        self._now = 0.0  # the time of the current event
-        self._out: list[Instruction] = []  # what it has led to so far
-
-
-D = TypeVar("D", bound=Decider)
-P = ParamSpec("P")
-
-
-def event(method: Callable[Concatenate[D, P], None]) -> Callable[Concatenate[D, float, P], list[Instruction]]:
-    """Make a method the event that something has happened at the time `now`, which becomes its first argument.
-
-    It returns the instructions to carry out, in order.
-    """
-
-    @functools.wraps(method)
-    def happened(decider: D, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[Instruction]:
-        decider._now = now  # noqa: SLF001 - it is a method of this object
-        method(decider, *args, **kwargs)
-        out, decider._out = decider._out, []  # noqa: SLF001
-        return out
-
-    return happened

@@ -114,7 +114,10 @@ class HazardTable:
         claim = Claim(owner, footprint, nbytes, self, self.grids)
         blockers: dict[Claim, None] = {}
         if claim.grids:
-            for windows, writes in ((footprint.read(DEVICE), False), (footprint.written(DEVICE), True)):
+            for windows, writes in (
+                (dict(footprint.reads).get(DEVICE, ()), False),
+                (dict(footprint.writes).get(DEVICE, ()), True),
+            ):
                 if windows:
                     before = self._ranges.enter(claim, claim.grids, windows, writes=writes)
                     blockers.update(dict.fromkeys(before))
@@ -177,10 +180,10 @@ class HazardTable:
         use = self._uses[HOST].get(block)
         return None if use is None else use.writer
 
-    def check_targets(self, ids: Sequence[int]) -> None:
-        """Raise RequestError if two of these device blocks share a byte: both would be written, in either order."""
+    def check_targets(self, footprint: Footprint) -> None:
+        """Raise RequestError if two device blocks to write share a byte: both would be written, in either order."""
         for grid in self.grids:
-            if (both := grid.overlapping(ids)) is not None:
+            if (both := grid.overlapping(dict(footprint.writes).get(DEVICE, ()))) is not None:
                 what = f"blocks {both[0]} and {both[1]} share bytes: windows of {grid.nbytes}, {grid.stride} apart"
                 raise RequestError(f"gpu_block_ids: {what}", code="duplicate_id")
 
@@ -194,13 +197,13 @@ class HazardTable:
 
     def _touched(self, claim: Claim) -> list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
         """Return for each kind of blocks, but windows: their uses, their ids, and whether the claim writes them."""
+        touched: list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]] = []
         # Reads come before writes: a task that reads and writes one block does not wait for itself.
-        return [
-            (self._uses[place], ids, writes)
-            for touched, writes in ((claim.footprint.reads, False), (claim.footprint.writes, True))
-            for place, ids in touched
-            if place != DEVICE or not claim.grids
-        ]
+        for blocks, writes in ((claim.footprint.reads, False), (claim.footprint.writes, True)):
+            for place, ids in blocks:
+                if place != DEVICE or not claim.grids:
+                    touched.append((self._uses[place], ids, writes))
+        return touched
 
     def forget(self, claim: Claim) -> None:
         """Take out a claim of this table whose blockers have left. Only `leave` calls it, of any table."""

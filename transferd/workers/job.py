@@ -25,7 +25,6 @@ from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 
 T = TypeVar("T")
-Call = Awaitable[list[Outcome]]  # to storage
 
 MOST_PLANS = 16  # plans kept per task: its ranks are rarely further apart
 
@@ -310,22 +309,22 @@ class Share:
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
 
-    async def in_place(
-        self, consumer: str, step: str, blocks: int, needed: int, call: Callable[[Sequence[memoryview]], Call]
-    ) -> asyncio.Future[list[Outcome]] | None:
-        """Begin a call for so many blocks that storage's threads copy themselves. None if the task was stopped first.
+    async def for_call(
+        self, consumer: str, step: str, blocks: int, needed: int
+    ) -> tuple[Lease | None, Sequence[memoryview]]:
+        """Slots for a call for so many blocks that storage's threads copy themselves; none if the task was stopped.
 
-        needed: the most slots of staging that it can use at a time; 0 for objects in storage's own memory.
+        needed: the most slots that the call can use at a time; 0 for objects in storage's own memory.
         """
         lease, staging = None, self.context.staging
         if needed:
             lease = await self.lease(consumer, staging.slots_at_once(consumer, min(blocks, needed)))
-        if self.stopped is None:
+        if self.job.stop.reason is None:
             self.step(step, blocks)
-            return self.begin(call(() if lease is None else staging.views(lease)), lease)
-        if lease is not None:
+        elif lease is not None:
             lease.release()
-        return None
+            lease = None
+        return lease, () if lease is None else staging.views(lease)
 
     async def overlapped(self, works: Iterable[Coroutine[Any, Any, bool]], most: int) -> None:
         """Run works, `most` at a time, until one returns that more are useless, or the task is stopped.
@@ -344,7 +343,7 @@ class Share:
             if under_way:
                 await asyncio.wait(under_way)
 
-    def begin(self, call: Call, lease: Lease | None) -> asyncio.Future[list[Outcome]]:
+    def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
         """Begin a call to storage, and release the lease once the call no longer touches the slots."""
         before = self.context.clock.monotonic()
         try:

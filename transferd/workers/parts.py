@@ -77,10 +77,11 @@ class PartLoad:
         parts = [PartItem.of(item, span, self._again if part else item.use) for item in items]
         drain = self.blocks.drain(positions, part, [self._states[position] for position in positions])
         needed = slots_for(source, [item.name for item in items])
-        loading = await share.in_place(
-            CONSUMER, "load a part in place", len(positions), needed, lambda slots: source.load(parts, drain, slots)
-        )
-        if loading is None or not await share.answered(loading):
+        lease, slots = await share.for_call(CONSUMER, "load a part in place", len(positions), needed)
+        if share.stopped is not None:
+            return False
+        loading = share.begin(source.load(parts, drain, slots), lease)
+        if not await share.answered(loading):
             return False
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:

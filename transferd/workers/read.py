@@ -192,11 +192,10 @@ class _Load:
         assert blocks is not None
         items, drain = share.items(positions), blocks.drain(positions)
         needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
-        loading = await share.in_place(
-            CONSUMER, "load in place", len(positions), needed, lambda slots: source.load(items, drain, slots)
-        )
-        if loading is None:
+        lease, slots = await share.for_call(CONSUMER, "load in place", len(positions), needed)
+        if share.stopped is not None:
             return ()
+        loading = share.begin(source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             # The stopped task no longer waits, but a damaged object must not be loaded again.
             loading.add_done_callback(lambda done: self._note_damage(drain, done))

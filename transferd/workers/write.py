@@ -247,12 +247,12 @@ class Writer:
 
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
         """Have the sink's threads make the objects. Returns None if the task was stopped first."""
-        items, fill = share.items(positions), blocks.fill(positions)
         needed = sink.slots_at_once or 0  # 0: objects are made in the sink's own memory
-        storing = await share.in_place(
-            CONSUMER, "put", len(positions), needed, lambda slots: sink.store(items, fill, slots)
-        )
-        return None if storing is None else _Chunk(positions, storing)
+        lease, slots = await share.for_call(CONSUMER, "put", len(positions), needed)
+        if share.stopped is not None:
+            return None
+        call = sink.store(share.items(positions), blocks.fill(positions), slots)
+        return _Chunk(positions, share.begin(call, lease))
 
     async def _by_slots(
         self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks | DeviceBlocks
