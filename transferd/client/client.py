@@ -139,7 +139,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
 
     @property
     def identity(self) -> wire.Identity | None:
-        """Which engine the daemon serves to this client: model, layout, place. None: none now, or a daemon too old.
+        """Which engine the daemon serves to this client: model, layout, place. None: there is none now.
 
         Once the client has used the engine, it refuses the calls that another one would spoil (`identity_mismatch`).
         """
@@ -429,8 +429,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
         of an engine of one rank. Such pins end with the daemon. An engine that may pin no more is told all the same.
         """
-        answer = await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout)
-        return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release
+        return convert(await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout), Leased)
 
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""

@@ -203,11 +203,9 @@ class SyncClient(BlockingClient):
         thread are pushed in the order of its calls.
         Cancelling the future cancels the task and does not wait: call `settled` for that. Raises Closed.
         """
-        future = self._begin(
+        return self._begin(
             self._client.insist(task, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
         )
-        self._given.add(future)
-        return future
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""
@@ -227,18 +225,13 @@ class SyncClient(BlockingClient):
 
     def start_match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> Future[int]:
         """Ask like `match`, and return at once. Cancelling the future gives the question up. Raises Closed."""
-        return self._question(self._client.match(keys, timeout=timeout))
+        return self._begin(self._client.match(keys, timeout=timeout))
 
     def start_exists(
         self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S
     ) -> Future[list[bool]]:
         """Ask like `exists`, and return at once. Cancelling the future gives the question up. Raises Closed."""
-        return self._question(self._client.exists(keys, use=use, timeout=timeout))
-
-    def _question(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self._begin(asked)
-        self._given.add(future)
-        return future
+        return self._begin(self._client.exists(keys, use=use, timeout=timeout))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -261,6 +254,7 @@ class SyncClient(BlockingClient):
             with self._entry:
                 if self._loop is not None:
                     future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                    self._given.add(future)
                     self._loop.call_soon_threadsafe(turns.release)  # once `work` has begun
                     return future
         work.close()
