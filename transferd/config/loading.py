@@ -130,17 +130,14 @@ def _sourced(sources: dict[str, str], key: str, source: str) -> None:
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A TOML file as plain data. Raises ConfigError."""
     try:
-        text = read_file(path, LONGEST_FILE).decode()
-    except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), f"is not TOML: {error}") from error
-    except ValueError as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
-    for line in text.splitlines():
-        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
-            raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
+        data = read_file(path, LONGEST_FILE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"cannot be read: {getattr(error, 'strerror', error)}") from error
     try:
+        text = data.decode()
+        for line in text.splitlines():
+            if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+                raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"is not TOML: {error}") from error
