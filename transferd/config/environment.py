@@ -119,7 +119,7 @@ def _json_object(path: str) -> dict[str, Any]:
 def _mooncake_value(name: str, value: Any, source: str) -> Any:
     if name.endswith("_size"):
         try:
-            return Size.parse(int(value) if isinstance(value, str) and value.strip().isdigit() else value)
+            return Size.parse(value)
         except ValueError as error:
             raise ConfigError(source, str(error), value) from None
     if not isinstance(value, str):

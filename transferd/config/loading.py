@@ -15,7 +15,7 @@ from transferd.config import personal
 from transferd.config.environment import fold, read_file
 from transferd.config.rules import check
 from transferd.config.sections import Config
-from transferd.config.size import Capacities, Reserve, Size
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError
 from transferd.runtime.compat import convert, tomllib
 
@@ -44,7 +44,6 @@ TUNING = {
     *("storage.attention_store.total_timeout", "storage.attention_store.ready_timeout"),
     *("events.buffer", "events.buffer_bytes", "events.max_blocks"),
 }
-MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 
 
 def load(
@@ -171,7 +170,7 @@ def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
     tree = _settled(tree)
     try:
-        config = convert(tree, Config, dec_hook=_decode_size)
+        config = convert(tree, Config, dec_hook=_parsed)
     except msgspec.ValidationError as error:
         raise _as_config_error(tree, error) from None
     check(config)
@@ -225,17 +224,9 @@ def _plain(value: Any) -> Any:
     return value.as_plain() if isinstance(value, Capacities) else str(value)
 
 
-def _decode_size(kind: type, value: Any) -> Any:
-    if kind in (Size, Capacities):
-        size = kind.parse(value)
-        if size > MOST_BYTES:
-            raise ValueError("expected a size of at most 1EiB")
-        return size
-    if kind is Reserve:
-        reserve = Reserve.parse(value)
-        _decode_size(Size, reserve.nbytes or 0)
-        return reserve
-    raise NotImplementedError(kind)
+def _parsed(kind: Any, value: Any) -> Any:
+    """A Size, a Reserve or Capacities."""
+    return kind.parse(value)
 
 
 def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:

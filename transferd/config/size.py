@@ -11,6 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 
+MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 MOST_PERCENT = 90
 
 
@@ -19,7 +20,7 @@ class Size(int):
 
     @classmethod
     def parse(cls, value: int | str) -> Size:
-        """Parse a size of at least 0. Raises ValueError for anything else; its text does not repeat the value."""
+        """Parse a size of 0 to 1EiB. Raises ValueError for anything else; its text does not repeat the value."""
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError("expected a size such as 67108864 or '64MiB'")
         if isinstance(value, str):
@@ -27,8 +28,8 @@ class Size(int):
             if match is None or match[2] not in _UNITS:
                 raise ValueError("expected a size such as '64MiB'")
             value = int(Fraction(match[1]) * _UNITS[match[2]])  # exact: a float would round beyond 2**53
-        if value < 0:
-            raise ValueError("expected a size of at least 0")
+        if not 0 <= value <= MOST_BYTES:
+            raise ValueError("expected a size of at least 0, and at most 1EiB")
         return cls(value)
 
     def __str__(self) -> str:
