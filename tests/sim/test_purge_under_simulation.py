@@ -99,7 +99,7 @@ class Story:
 
     async def load(self, names: Sequence[str]) -> None:
         slots = [memoryview(bytearray(NBYTES)) for _ in names]
-        reads, purges = self.storage._traffic.reads, self.purged
+        reads, purges = self.storage._traffic.reads.has, self.purged
         own = [name for name in names if not reads(name)]  # others' loads do not show when ours begins
         call = asyncio.ensure_future(self.storage.load([Item(name, NBYTES) for name in names], None, slots))
         while not call.done() and not any(map(reads, own)):  # noqa: ASYNC110 - nobody says so

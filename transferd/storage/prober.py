@@ -19,31 +19,25 @@ class Prober:
     """Sends one probe at a time, `interval` seconds after the last answer, from `start` to `close`."""
 
     def __init__(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
-        """ask: sends one probe. It bounds its own time, and acts on a StorageError before it raises that error."""
+        """ask: sends one probe. It bounds its time, runs to its end, and acts on a StorageError before it raises it."""
         self._ask = ask
         self._interval = interval
-        self._timer: asyncio.TimerHandle | None = None
-        self._asking: asyncio.Task[None] | None = None
-        self._over = False
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        if not self._over:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._beat)
+        self._task = asyncio.get_running_loop().create_task(self._run())
 
     def close(self) -> None:
         """Send no further probe. A running one ends like any call. Idempotent."""
-        self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
-    def _beat(self) -> None:
-        self._asking = asyncio.get_running_loop().create_task(self._once())
-
-    async def _once(self) -> None:
-        try:
-            await self._ask()
-        except StorageError:
-            pass
-        except Exception:
-            log.exception("a probe of storage failed unexpectedly (bug)")
-        self.start()
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self._ask()
+            except StorageError:
+                pass
+            except Exception:
+                log.exception("a probe of storage failed unexpectedly (bug)")

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from transferd.blocks.formats import Damage
-from transferd.storage.base import Found, PartItem, Source, slots_for
+from transferd.storage.base import Found, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.workers.cpu_blocks import CpuBlocks
 from transferd.workers.job import Share
@@ -94,7 +94,7 @@ class PartLoad:
         drain = self._blocks.drain(positions, part, [self._states[position] for position in positions])
         slots = () if lease is None else share.context.staging.views(lease)
         span = self._blocks.span(part)
-        items = [PartItem.of(item, span, self._again if part else item.use) for item in share.items(positions)]
+        items = [item._replace(span=span, use=self._again if part else item.use) for item in share.items(positions)]
         loading = share.begin(self._source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             return []

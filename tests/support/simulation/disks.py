@@ -32,7 +32,7 @@ from transferd.errors import StorageError, StorageFull
 from transferd.runtime.aio import every
 from transferd.storage.base import EXISTS, Drainer, Fill, Found, Item, Outcome, Take
 from transferd.storage.batch import Damaged
-from transferd.storage.directory import FileState, ObjectDirectory
+from transferd.storage.directory import ObjectDirectory
 from transferd.storage.disks import MOST_REST_S, Disk, Disks
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import Home
@@ -110,9 +110,9 @@ class DyingDirectory(ObjectDirectory):
             raise Damaged(self._translated("read", self._error(), NBYTES, str(self._root)))
         return super().read(name, slot, take)
 
-    def holds(self, name: str, nbytes: int) -> FileState:
+    def missing(self, name: str, nbytes: int) -> str:
         self._answers("find", changes=False)
-        return super().holds(name, nbytes)
+        return super().missing(name, nbytes)
 
     def remove(self, name: str, *, keep: bool = False) -> None:
         self._answers("remove")

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
+from transferd.storage.keeping import Keeper, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
 from transferd.storage.lru import Use
@@ -19,7 +19,7 @@ from transferd.wire.answers import Purged
 COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
-class LevelsKeeper(ManyKeepers):
+class LevelsKeeper(Keeper):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
     def __init__(self, parts: StackParts, storing: Storing) -> None:

@@ -88,7 +88,7 @@ class StackParts:
         level.unsettle(name)
         level.bad[name] += 1
 
-        async def ended(call: Awaitable[None]) -> None:
+        async def ended(call: Awaitable[object]) -> None:
             try:
                 await call
             finally:

@@ -220,10 +220,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
 
-    @property
-    def index(self) -> Index:
-        return self
-
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Reports what `report_lost` does not find."""
         self._left = left
