@@ -5,8 +5,7 @@
     half_open  the probe runs; calls still fail at once
 
 `failed` opens it, after an answer that means that the backend is unavailable, or when a call is overdue. A
-successful probe closes it. While closed it costs nothing: no timer, no task. While open it probes, one probe at a
-time, until one succeeds.
+successful probe closes it. While open it probes, one probe at a time, until one succeeds.
 """
 
 from __future__ import annotations
@@ -48,7 +47,15 @@ class CircuitBreaker:
     opened: int = 0  # how often it has opened
     reason: str = ""  # the last failure; empty while closed
     _probing: asyncio.Task[None] | None = None
+    _watching: asyncio.Task[None] | None = None
     _over: bool = False
+
+    def watch(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
+        """Ask `interval` seconds after each answer until `close`, so that an outage is noticed even when no task runs.
+
+        ask: bounds its time, runs to its end even if it is cancelled, and calls `failed` before it raises StorageError.
+        """
+        self._watching = asyncio.get_running_loop().create_task(self._watch(ask, interval))
 
     def check(self) -> None:
         """Raise StorageUnavailable unless closed."""
@@ -76,10 +83,22 @@ class CircuitBreaker:
     async def close(self) -> None:
         """Stop probing, and wait until a running probe has ended. For shutdown. Idempotent."""
         self._over = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._probing is not None:
             if self.state is BreakerState.OPEN:
                 self._probing.cancel()
             await asyncio.wait([self._probing])
+
+    async def _watch(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                await ask()
+            except StorageError:
+                pass
+            except Exception:
+                log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
 
     async def _probe_until_answered(self) -> None:
         while not self._over:

@@ -55,7 +55,6 @@ from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, 
 from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted, unquoted
-from transferd.storage.prober import Prober
 from transferd.storage.selection import Selection, check_shared, parts_of
 from transferd.storage.suspects import Suspects
 from transferd.wire.answers import Purged
@@ -116,7 +115,6 @@ class ObjectStorage(Storage):
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
         self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
-        self._prober = Prober(self._answers, HEARTBEAT_S)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._open = False
@@ -165,13 +163,12 @@ class ObjectStorage(Storage):
                 self._threads.close()
                 raise
             log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
-        self._prober.start()
+        self._breaker.watch(self._answers, HEARTBEAT_S)
 
     async def close(self) -> None:
         if not self._open:
             return
         self._open = False
-        self._prober.close()
         await self._breaker.close()
         still = self._threads.close(CLOSE_S)
         if still:
