@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
-from transferd.storage.queues import PINNED, UNSAVED, EngineOwner, space_of
+from transferd.storage.queues import HELD_S, PINNED, UNSAVED, EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 
@@ -116,13 +116,16 @@ def test_what_was_found_and_is_held_for_a_copy_belongs_to_the_first_engine_that_
 
 
 def test_the_share_of_an_engine_that_left_is_kept_until_it_has_been_gone_for_long() -> None:
-    index = LruIndex(100)
+    now = 0.0
+    index = LruIndex(100, now=lambda: now)
     index.claim(A, "a/f", 0.5)
     stored(index, A, chain("a", 5))
+    now = 1000.0
     index.disown(A)
+    now += HELD_S - 1.0
     stored(index, B, chain("b", 30))
     assert held(index, A) == 50
-    index.keep_no_share(A)
+    now += 1.0
     stored(index, B, chain("b", 30, 30))
     assert held(index, A) == 0
     assert A not in [one.owner for one in index.queues()], "nothing is left of it"

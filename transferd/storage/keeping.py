@@ -26,7 +26,6 @@ from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
-from transferd.storage.queues import HELD_S
 from transferd.storage.running import Running
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
@@ -222,16 +221,12 @@ class IndexKeeper(Keeper):
         self.pinned_by: Callable[[str], Iterable[tuple[Hashable, float]]] | None = None
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
-        self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        if (timer := self._held.pop(owner, None)) is not None:
-            timer.cancel()
         self._index.claim(owner, space, share)
 
     def leave(self, owner: Hashable) -> None:
         self._index.disown(owner)
-        self._held[owner] = asyncio.get_running_loop().call_later(HELD_S, self._gone_for_long, owner)
 
     def retire(self, dead: Callable[[str], bool]) -> None:
         self._index.retire(dead)
@@ -240,15 +235,11 @@ class IndexKeeper(Keeper):
         queues = self._index.queues() if owner else ()
         return next((one.space for one in queues if one.owner == owner and one.space), None)
 
-    def _gone_for_long(self, owner: Hashable) -> None:
-        del self._held[owner]
-        self._index.keep_no_share(owner)
-
     def holdings(self) -> list[Holding]:
-        capacity = self._index.capacity
+        index = self._index
         return [
-            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned, one.evicted)
-            for one in self._index.queues()
+            Holding(one.owner, one.objects, one.used, index.kept(one), one.pinned, one.evicted)
+            for one in index.queues()
         ]
 
     # --- purge --------------------------------------------------------------------------------------
@@ -346,8 +337,6 @@ class IndexKeeper(Keeper):
     def close(self) -> None:
         """End all timers."""
         self.pins.close()
-        for timer in self._held.values():
-            timer.cancel()
 
     def statistics(self) -> dict[str, int]:
         return {

@@ -55,6 +55,7 @@ from transferd.storage.queues import (
     FOUND_AT,
     GONE,
     GUESSED,
+    HELD_S,
     PINNED,
     RESTORED,
     SLACK,
@@ -141,8 +142,8 @@ class LruIndex:
         return list(self._present)
 
     def queues(self) -> list[Queue]:
-        """Those of all owners that have objects, and of all present engines."""
-        return list(self._queues.values())
+        """Those of all owners that have objects or a share, and of all present engines."""
+        return [queue for queue in self._queues.values() if not self._is_empty(queue)]
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
         """Every present object, in the reverse order of eviction; pinned ones first.
@@ -162,28 +163,21 @@ class LruIndex:
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         """Add an engine: it takes over its space's objects of no present engine, and its share is kept for it."""
         mine = self._queue(owner)
-        mine.space, mine.share, mine.present = space, share, True
+        mine.space, mine.share, mine.share_until, mine.present = space, share, math.inf, True
         for key, queue in list(self._queues.items()):
             if queue is not mine and not queue.present and queue.space == space and key is not None:
                 self._take_over(mine, queue)
                 del self._queues[key]
-        self._note_shares()
+        self._shared = self._shared or share > 0
 
     def disown(self, owner: Hashable) -> None:
-        """Note that the engine has left: another engine of its space may take its objects over. Its share stays."""
+        """Note that the engine has left: another one of its space may take over its objects. Its share ends later."""
         if (queue := self._queues.get(owner)) is not None:
-            queue.present = False
+            queue.present, queue.share_until = False, self._now() + HELD_S
 
-    def keep_no_share(self, owner: Hashable) -> None:
-        """End the share of an engine that has been gone for long, unless it is back."""
-        queue = self._queues.get(owner)
-        if queue is not None and not queue.present:
-            queue.share = 0.0
-            self._drop_if_empty(queue)
-            self._note_shares()
-
-    def _note_shares(self) -> None:
-        self._shared = any(queue.share for queue in self._queues.values())
+    def kept(self, queue: Queue) -> int:
+        """How many bytes are kept for this owner."""
+        return int(queue.share * self.capacity) if self._now() < queue.share_until else 0
 
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
@@ -221,10 +215,13 @@ class LruIndex:
         for one in self._reserved.values():
             one.queue = mine if one.queue is theirs else one.queue
 
+    def _is_empty(self, queue: Queue) -> bool:
+        if queue.used or queue.objects or queue.present or self.kept(queue):
+            return False
+        return not any(queue is one.queue for one in self._reserved.values())  # an object may have no bytes
+
     def _drop_if_empty(self, queue: Queue) -> None:
-        if queue.used or queue.objects or queue.present or queue.share:
-            return
-        if not any(queue is one.queue for one in self._reserved.values()):  # an object may have no bytes
+        if self._is_empty(queue):
             self._queues.pop(queue.owner, None)
 
     # --- pins ---------------------------------------------------------------------------------------
@@ -500,7 +497,7 @@ class LruIndex:
             return first([queue.next_to_go() for queue in queues])[0]
         mine = self._queue(use.owner)
         others = [queue for queue in queues if queue is not mine]
-        if mine.used + more <= mine.kept(self.capacity):  # it stays within its share
+        if mine.used + more <= self.kept(mine):  # it stays within its share
             going, enough = first([self._spare(queue) for queue in others])
             if enough:
                 return going
@@ -508,7 +505,7 @@ class LruIndex:
 
     def _spare(self, queue: Queue) -> Iterator[Entry]:
         """The queue's next objects to evict, as far as writes of other owners may take them."""
-        spare = queue.used - queue.kept(self.capacity)
+        spare = queue.used - self.kept(queue)
         for entry in queue.next_to_go():
             spare -= self.size(entry.nbytes)
             if spare < 0:

@@ -171,7 +171,7 @@ class Queue:
     """One owner's objects in one index, in the order of eviction, and how many bytes they have.
 
     space: "" until it is known.
-    share: of the capacity, 0 to 1.
+    share: of the capacity, 0 to 1. share_until: in monotonic seconds.
     present: its engine is registered now, so no other one takes its objects over.
     used: reserved and present.
     pinned: of these, how many cannot be evicted because somebody has pinned them.
@@ -183,6 +183,7 @@ class Queue:
     owner: Hashable
     space: str = ""
     share: float = 0.0
+    share_until: float = math.inf
     present: bool = False
     used: int = 0
     pinned: int = 0
@@ -193,10 +194,6 @@ class Queue:
 
     def __post_init__(self) -> None:
         self.aside = UseGroup(Use(), -1, self)
-
-    def kept(self, capacity: int) -> int:
-        """How many bytes are kept for this owner."""
-        return int(self.share * capacity)
 
     def next_to_go(self) -> Iterator[Entry]:
         """The objects, in the order of eviction, without pinned ones."""
