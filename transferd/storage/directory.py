@@ -33,7 +33,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
@@ -82,14 +82,6 @@ _CODES: dict[int, tuple[str, Refusal]] = {
     errno.EPERM: ("storage_denied", "denied"),
     errno.EIO: ("storage_io", "passing"),
 }
-
-
-class StoredFile(NamedTuple):
-    """An object as a walk finds it."""
-
-    name: str
-    nbytes: int
-    mtime_ns: int
 
 
 class ObjectDirectory:
@@ -189,45 +181,47 @@ class ObjectDirectory:
             found.refused.append(f"{error.strerror} ({error.filename})")
 
         self._spares.begin()
-        for file in self.objects(refused, tidy=True):
-            found.add(*file)
+        for name, status in self.objects(refused, tidy=True):
+            found.add(name, status.st_size, status.st_mtime_ns)
         return found
 
     def objects(
-        self, refused: Callable[[OSError], object], below: str = "", *, tidy: bool = False
-    ) -> Iterator[StoredFile]:
-        """Every object, in the directory's own order. May miss objects that are added or removed meanwhile.
+        self, refused: Callable[[OSError], object], *, tidy: bool = False
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """The name and status of every object, in no order. May miss objects that are added or removed meanwhile.
 
         refused: called with the error of each directory or file that cannot be looked at.
-        tidy: remove dead writers' temporary files and empty directories on the way.
+        tidy: remove dead writers' temporary files and, at the end, empty directories.
         """
-        try:
-            with os.scandir(self._objects + below) as listed:
-                entries = list(listed)
-        except OSError as error:
-            if tidy or not isinstance(error, FileNotFoundError):
-                refused(error)
-            return
-        name_in = names_in(below)
-        for entry in entries:
+        waiting, seen = [""], list[str]()
+        while waiting:
+            seen.append(below := waiting.pop())
             try:
-                if entry.is_dir(follow_symlinks=False):
-                    if is_directory_of_ours(entry.name):
-                        yield from self.objects(refused, f"{below}{entry.name}/", tidy=tidy)
-                        with contextlib.suppress(OSError):  # not empty, nearly always
-                            if tidy:
-                                os.rmdir(entry.path)
-                elif not entry.is_file(follow_symlinks=False):
-                    continue
-                elif (name := name_in(entry.name)) is not None:
-                    status = entry.stat(follow_symlinks=False)
-                    yield StoredFile(name, status.st_size, status.st_mtime_ns)
-                elif tidy and is_temporary(below + entry.name):
-                    os.unlink(entry.path)
-            except FileNotFoundError:
-                continue
+                with os.scandir(self._objects + below) as listed:
+                    entries = list(listed)
             except OSError as error:
-                refused(error)
+                if tidy or not isinstance(error, FileNotFoundError):
+                    refused(error)
+                continue
+            name_in = names_in(below)
+            for entry in entries:
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        if is_directory_of_ours(entry.name):
+                            waiting.append(f"{below}{entry.name}/")
+                    elif not entry.is_file(follow_symlinks=False):
+                        continue
+                    elif (name := name_in(entry.name)) is not None:
+                        yield name, entry.stat(follow_symlinks=False)
+                    elif tidy and is_temporary(below + entry.name):
+                        os.unlink(entry.path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    refused(error)
+        for below in reversed(seen[1:] if tidy else ()):
+            with contextlib.suppress(OSError):  # not empty, nearly always
+                os.rmdir(self._objects + below)
 
     def path(self, name: str) -> str:
         """The path at which the object of this name is, or would be."""

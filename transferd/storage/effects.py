@@ -74,14 +74,13 @@ class Effects:
         self,
         names: Sequence[str],
         effect: Callable[[str], None],
-        ended: Callable[[dict[int, StorageError]], T],
+        ended: Callable[[dict[str, StorageError]], T],
         *,
         after: Awaitable[None] | None = None,
     ) -> asyncio.Task[T]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        ended: called on the loop with the StorageErrors that the effect raised, by the positions of the names. What it
-            returns is the result.
+        ended: called on the loop with the StorageErrors that the effect raised, by name. What it returns is the result.
         after: awaited before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,7 +101,7 @@ class Effects:
                     errors = [attempt(name) for name in names]
                 else:
                     errors = await self.run(Direction.OUT, names, attempt)
-                return ended({position: error for position, error in enumerate(errors) if error is not None})
+                return ended({name: error for name, error in zip(names, errors, strict=True) if error is not None})
             finally:
                 self.vacate(names, done)
 

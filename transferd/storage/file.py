@@ -29,7 +29,7 @@ import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.runtime.aio import Paced
+from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
@@ -523,10 +523,8 @@ class FileStorage(FileRuns):
     async def _forget_all(self) -> int:
         """Forget all objects, in steps of the loop. Returns how many there were."""
         names = self._index.names()
-        for start in range(0, len(names), AT_ONCE):
-            for name in names[start : start + AT_ONCE]:
-                self._index.forget(name)
-            await asyncio.sleep(0)
+        async for name in in_turns(names, AT_ONCE):
+            self._index.forget(name)
         return len(names)
 
     def _recovered(self, done: asyncio.Task[None]) -> None:

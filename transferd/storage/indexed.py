@@ -540,7 +540,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         An object that cannot be put aside stays out of the index. The next start finds it; then its check fails again.
         """
         self._counts["corrupt"] += len(names)
-        return self._effects.begin(names, self._set_aside, functools.partial(self._stuck.note, names))
+        return self._effects.begin(names, self._set_aside, self._stuck.note)
 
     def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[int] | None:
         """Remove objects that have just left the index. Those that cannot be removed return to it."""

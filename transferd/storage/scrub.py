@@ -8,7 +8,7 @@ if a read had found it. Then the scrub rests and starts again.
 
 It never reads faster than `rate` bytes a second, and yields to traffic: before each piece it waits until no load
 or store runs, for at most PATIENCE_S. So a store that is never idle is still scrubbed, only more slowly. It needs
-memory for one piece, and the entries of one directory per level, whatever the store holds. With a rate of 0 it has no
+memory for one piece, and for the entries of one directory, whatever the store holds. With a rate of 0 it has no
 task, no timer and no memory.
 
 Time comes from the loop, so a simulation can run it.
@@ -115,12 +115,12 @@ class Scrub:
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """Runs in a thread, one step per call: yields the size of each piece, then the examination of the object."""
-        for file in self._directory.objects(self._refused):
-            examination = self._directory.examination(file.name)
+        for name, _ in self._directory.objects(self._refused):
+            examination = self._directory.examination(name)
             try:
                 yield from examination.pieces(buffer)
             except OSError as error:
-                log.warning("scrub could not read an object", name=file.name, problem=str(error))
+                log.warning("scrub could not read an object", name=name, problem=str(error))
                 self._counts["errors"] += 1
             else:
                 yield examination

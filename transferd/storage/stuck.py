@@ -77,10 +77,10 @@ class StuckObjects:
         self._index.pin(entry, STUCK)
         self._note(victim, error)
 
-    def note(self, names: Sequence[str], failed: Mapping[int, StorageError]) -> None:
+    def note(self, failed: Mapping[str, StorageError]) -> None:
         """Count bad objects, which are in no index any more, and whose files cannot be moved or removed."""
-        for position, error in failed.items():
-            self._note(Victim(names[position], 0), error)
+        for name, error in failed.items():
+            self._note(Victim(name, 0), error)
 
     def _note(self, victim: Victim, error: StorageError) -> None:
         if not self._refused:
@@ -102,12 +102,12 @@ class StuckObjects:
         if victims := self._due(self._effects.busy):
             self.remove(victims)
 
-    def _ended(self, victims: Sequence[Victim], failed: Mapping[int, StorageError]) -> int:
-        """The removal of these objects has ended. failed: by position, for those that are still there."""
-        for position, victim in enumerate(victims):
-            if position in failed:
-                self._keep(victim, failed[position])
-            elif self._refused:
+    def _ended(self, victims: Sequence[Victim], failed: Mapping[str, StorageError]) -> int:
+        """The removal of these objects has ended. failed: by name, for those that are still there."""
+        for victim in victims:
+            if (error := failed.get(victim.name)) is not None:
+                self._keep(victim, error)
+            else:
                 self._refused.pop(victim.name, None)
         return len(failed)
 
