@@ -119,11 +119,9 @@ class Drainer(Protocol):
     @property
     def wanted(self) -> bool:
         """Whether the task still needs its objects. Any thread may ask, before it waits for a medium."""
-        ...
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
         """Take the complete object of item i. `data` is borrowed for this call. Returns whether it was taken."""
-        ...
 
 
 def as_chain(items: Sequence[Item]) -> list[Item]:

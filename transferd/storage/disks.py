@@ -349,7 +349,8 @@ class Disks(Storage, Index):
                 works = [_answered(one, len(places[disk])) for one, disk in zip(calls, some, strict=True)]
                 for disk, answers in zip(some, await every(works), strict=True):
                     outcomes.update(zip(places[disk], answers, strict=True))
-                    bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
+                    errors = [(i, answer.error) for i, answer in zip(places[disk], answers, strict=True)]
+                    bad = [i for i, error in errors if error is not None and error.reason in SUSPECT]
                     if bad and not await self._still_works(disk):
                         todo += bad
         return outcomes
@@ -382,7 +383,3 @@ async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]
         return await call
     except StorageUnavailable as error:
         return [Outcome(Found.FAILED, error)] * count
-
-
-def _is_suspect(outcome: Outcome) -> bool:
-    return outcome.error is not None and outcome.error.reason in SUSPECT

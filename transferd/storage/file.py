@@ -375,12 +375,6 @@ class FileStorage(FileRuns):
     def _write_orders(self, applied: Collection[str]) -> None:
         self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
 
-    async def look_at(self, names: Sequence[str]) -> list[bool]:
-        try:
-            return await self._presence.look(names)
-        except StorageError:
-            return [False] * len(names)
-
     async def empty_quarantine(self, selection: Selection) -> None:
         until = math.inf if selection.unused_s is None else self._clock.wall() - selection.unused_s
         await self._in_thread(lambda: self._directory.empty_quarantine(until), "purge of the quarantine")

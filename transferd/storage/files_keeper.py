@@ -8,7 +8,8 @@ applied the order. A daemon that is killed in between, and a disk that was away,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import contextlib
+from collections.abc import Awaitable, Collection, Hashable, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
@@ -36,15 +37,12 @@ class Place(Protocol):
 
         applied: the ids of purges that it has done now.
         """
-        ...
 
-    async def look_at(self, names: Sequence[str]) -> list[bool]:
-        """For each name, whether its object is in the index and on the medium."""
-        ...
+    def look(self, names: Sequence[str]) -> Awaitable[list[bool]]:
+        """For each name, whether its object is in the index and on the medium. Raises StorageError."""
 
     async def empty_quarantine(self, selection: Selection) -> None:
         """Remove what was set aside and may fit. Raises StorageError."""
-        ...
 
 
 class FilesKeeper(Keeper):
@@ -141,7 +139,8 @@ class FilesKeeper(Keeper):
         for place in self._live:
             if not place.ledger.behind:  # else its list lacks the pins
                 its = [name for name in names if name in place.index_keeper]
-                found.update(name for name, there in zip(its, await place.look_at(its), strict=True) if there)
+                with contextlib.suppress(StorageError):
+                    found.update(name for name, there in zip(its, await place.look(its), strict=True) if there)
         return [name in found for name in names]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:

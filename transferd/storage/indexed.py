@@ -67,7 +67,7 @@ from transferd.storage.batch import (
     summary_of,
 )
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Keeper, Purging
+from transferd.storage.keeping import IndexKeeper, Keeper
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.queues import DAMAGED, GONE, PURGED
 from transferd.storage.running import Running
@@ -77,7 +77,7 @@ NO_SLOT = memoryview(b"")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, Purging):
+class IndexedStorage(LevelOrder, Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.

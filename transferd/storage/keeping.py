@@ -19,7 +19,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
@@ -176,24 +176,20 @@ class Keeper(abc.ABC):
         return dict(total)
 
 
-class Purging(abc.ABC):
+class Purging(Protocol):
     """The part of a store that a keeper needs. stores: those that run now, in whichever place of the store."""
 
     stores: Running
 
-    @abc.abstractmethod
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
 
-    @abc.abstractmethod
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
         """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
 
-    @abc.abstractmethod
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit, which are in no index and could not be put aside yet."""
 
-    @abc.abstractmethod
     async def at_end(self) -> None:
         """Wait for the stores and removals that run now."""
 
