@@ -77,6 +77,7 @@ class Use:
     parent: the part of a name for the block before that; "" if the first one is a root, None if it is not known.
     last: that for the last one, of a task that writes.
     continued: whether another use has taken over its objects (chains.py).
+    others: by owner, the uses of the same task or lookup whose objects belong to others (`of`).
     stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
 
@@ -89,12 +90,22 @@ class Use:
     parent: str | None = None
     last = ""
     continued = False
+    others: Mapping[Hashable, Use] = MappingProxyType({})
 
     def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
         self.counts = counts
         self.start = start
         self.stop = stop
         self.owner = owner
+
+    def of(self, owner: Hashable) -> Use:
+        """The use for copies of this owner's objects. They stay its own, whoever has them copied to another level."""
+        if owner in (None, self.owner):
+            return self
+        if owner not in self.others:
+            other = Use(counts=self.counts, start=self.start, stop=self.stop, owner=owner)
+            self.others = {**self.others, owner: other}
+        return self.others[owner]
 
     def ends_at(self, place: int) -> float:
         return self.ends.get(place, math.inf)
@@ -105,7 +116,7 @@ class Use:
 
 
 # Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use;
-# its removal has failed. GUESSED beside UNSAVED: it was found at a start, and nobody has used it since.
+# its removal has failed. GUESSED beside UNSAVED or AWAITED: it was found at a start, and nobody has used it since.
 PINNED, UNSAVED, AWAITED, STUCK, GUESSED = 1, 2, 4, 8, 16
 
 
@@ -171,6 +182,7 @@ class Queue:
     """One owner's objects in one index, in the order of eviction, and how many bytes they have.
 
     space: "" until it is known.
+    used_at: FOUND_AT for objects without an owner, which go to the engine that is the first to use them; else None.
     share: of the capacity, 0 to 1. share_until: in monotonic seconds.
     present: its engine is registered now, so no other one takes its objects over.
     used: reserved and present.
@@ -190,9 +202,11 @@ class Queue:
     objects: int = 0
     evicted: Counter[Hashable] = field(default_factory=Counter)
     groups: OrderedDict[Use, UseGroup] = field(default_factory=OrderedDict)
+    used_at: float | None = field(init=False)
     aside: UseGroup = field(init=False)
 
     def __post_init__(self) -> None:
+        self.used_at = FOUND_AT if self.owner == nobody(self.space) else None
         self.aside = UseGroup(Use(), -1, self)
 
     def next_to_go(self) -> Iterator[Entry]:
