@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._source(back, name) is None:\n            return\n        purging",
+        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
         "        if True:\n            return\n        purging",
         finder="store_world",
     ),
@@ -545,8 +545,8 @@ MUTANTS = (
     Mutant(
         "what a level evicted for room is copied there again at once",
         "storage/levels/sweep.py",
-        "        if what in (STORED, EVICTED) or self._source(",
-        "        if what == STORED or self._source(",
+        "        if what in (STORED, EVICTED) or self._parts.source(",
+        "        if what == STORED or self._parts.source(",
         finder="store_world",
     ),
     Mutant(
