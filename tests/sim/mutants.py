@@ -540,9 +540,9 @@ MUTANTS = (
     ),
     Mutant(
         "what a level evicted for room is copied there again at once",
-        "storage/lru.py",
-        "            self.left(entry.name)\n            self.went(",
-        "            self.left(entry.name)\n            self.lost(entry.name)\n            self.went(",
+        "storage/levels/sweep.py",
+        "        if what in (STORED, EVICTED) or self._parts.source(",
+        "        if what == STORED or self._parts.source(",
         finder="store_world",
     ),
     Mutant(
@@ -689,8 +689,8 @@ MUTANTS = (
     Mutant(
         "objects of a disk that is not mounted count as removed",
         "storage/directory.py",
-        "            self._check_ours()\n            return FileState.GONE",
-        "            return FileState.GONE",
+        "            self._check_ours()\n            return GONE",
+        "            return GONE",
         finder="store_world",
     ),
 )
