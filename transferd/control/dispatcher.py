@@ -54,9 +54,6 @@ from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}  # steps of the flight recorder, made once
-DONE = {status: f"done: {status}" for status in Status}
-
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
@@ -317,7 +314,7 @@ class Dispatcher:
         record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
         self._waits.setdefault(event.client, {})[task.task_id] = record
-        self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
+        self._recorder.admitted(task.task_id, prepared.lane.value, prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
         self._lanes.enter(record)
         if not record.claim.blockers:
@@ -368,7 +365,7 @@ class Dispatcher:
             self._finish_early(record, Status.FAILED, hollow, self._now)
             return
         self._move(record, State.RUNNING)
-        self._recorder.step(record.task_id, "started", -1, 0)
+        self._recorder.note(record.task_id, "started")
         self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
 
     def _merged(self, event: ev.RoundMerged) -> None:
@@ -533,7 +530,7 @@ class Dispatcher:
             not_admitted=merged.not_admitted,
         )
         self._statuses[status] += 1
-        self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))
+        self._recorder.note(task_id, "done", status.value, len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:

@@ -20,14 +20,13 @@ Only the newest `keep` dumps stay.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.config.environment import open_regular
@@ -101,7 +100,7 @@ def read_dump(path: Path) -> Dump:
             path = newest
         with open_regular(path) as file:
             head, *rest = file.read().splitlines()
-        header: dict[str, Any] = msgspec.json.decode(head, type=dict[str, Any])
+        header: dict[str, Any] = json.loads(head)
         if header.get("format") != FORMAT:
             raise RequestError(f"{path}: not a flight recorder dump of transferd", code="bad_dump")
         if header.get("format_version") != FORMAT_VERSION:
@@ -111,7 +110,7 @@ def read_dump(path: Path) -> Dump:
         return Dump(path, header, [decode_note(line) for line in rest])
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_dump") from error
-    except (ValueError, KeyError, TypeError) as error:  # msgspec's errors are ValueErrors
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
         raise RequestError(f"{path}: not a flight recorder dump of transferd: {error}", code="bad_dump") from error
 
 
@@ -123,25 +122,14 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(line: bytes) -> Note:
     """The inverse of `encode_note`. Raises ValueError, KeyError or TypeError if the line is not a note."""
-    whole: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    whole: dict[str, Any] = json.loads(line)
     detail = {key: value for key, value in whole.items() if key not in _OWN_KEYS}
     engine = str(whole.get("engine", DEFAULT_ENGINE))
     return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail, engine)
 
 
 def _encode(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value, enc_hook=repr)
-    except UnicodeEncodeError:  # half of a surrogate pair, as a task_id made of broken bytes may hold
-        return msgspec.json.encode(_mended(value), enc_hook=repr)
-
-
-def _mended(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    return value
+    return json.dumps(value, default=repr).encode()  # half of a surrogate pair, as in a broken task_id, is escaped
 
 
 def _dumps(directory: Path) -> list[Path]:

@@ -52,8 +52,7 @@ class Page:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Route = Callable[[], Page | asyncio.Future[Page]]
-Asked = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
+Route = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
 
 
 class HttpServer:
@@ -67,7 +66,6 @@ class HttpServer:
         listen: str,
         routes: Mapping[str, Route],
         *,
-        asked: Mapping[str, Asked] | None = None,
         hosts: Collection[str] = (),
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -76,7 +74,6 @@ class HttpServer:
         own = (listen.rpartition(":")[0], "localhost", socket.gethostname())
         self._hosts = {name.lower().rstrip(".") for name in (*own, *hosts)}
         self._routes = dict(routes)
-        self._asked = dict(asked or {})
         self._max_connections = max_connections
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
@@ -137,12 +134,10 @@ class HttpServer:
         if target.lower().startswith("http://"):  # as clients send it to a proxy
             target = "/" + target[len("http://") :].partition("/")[2]
         path, _, query = target.partition("?")
-        if (asked := self._asked.get(path)) is not None:
-            return asked(query)
         route = self._routes.get(path)
         if route is None:
             return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)
-        return route()
+        return route(query)
 
 
 def is_expected(host: str, expected: Collection[str]) -> bool:

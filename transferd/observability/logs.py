@@ -263,7 +263,6 @@ class Log:
         self._terminal = terminal
         self._shown = b""
         self._json = format_ == "json" or (format_ == "auto" and not terminal)
-        self._text: Callable[[str], Any] = str if self._json else _printable
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
         """Log an event. kind: the lines with which it shares a rate limit; see LogRate."""
@@ -335,7 +334,8 @@ class Log:
             return {one_line(str(key)): self._value(item) for key, item in islice(value.items(), MOST_ITEMS)}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._value(item) for item in islice(value, MOST_ITEMS)]
-        return self._text(_clipped(str(value)))
+        text = _clipped(str(value))
+        return text if self._json else one_line(text)
 
 
 def _columns() -> int:
@@ -343,20 +343,6 @@ def _columns() -> int:
         return os.get_terminal_size(STDERR).columns or 80
     except OSError:
         return 80
-
-
-class _Quoted:
-    """A value that the console must show as its repr. (structlog quotes only some strings.)"""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return repr(self._text)
-
-
-def _printable(text: str) -> str | _Quoted:
-    return text if text.isprintable() else _Quoted(text)
 
 
 def _clipped(text: str, longest: int = LONGEST_TEXT) -> str:

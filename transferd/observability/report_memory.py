@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 from transferd.observability.report import Report
+from transferd.runtime.aio import then
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import PIECE_S, finished
 
@@ -81,15 +82,7 @@ class ReportMemory:
 
     def made(self, render: Callable[[Report], T]) -> T | asyncio.Future[T]:
         """What `render` makes of a report; once for each report."""
-        report = self.report()
-        return (
-            asyncio.ensure_future(self._later(report, render))
-            if isinstance(report, asyncio.Future)
-            else self._of(report, render)
-        )
-
-    async def _later(self, coming: asyncio.Future[Report], render: Callable[[Report], T]) -> T:
-        return self._of(await coming, render)
+        return then(self.report(), lambda report: self._of(report, render))
 
     def _of(self, report: Report, render: Callable[[Report], T]) -> T:
         if report is not self._report:  # a newer one has come since

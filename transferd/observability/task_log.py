@@ -172,11 +172,9 @@ class TaskMetrics:
 
     def __init__(self, *engines: str) -> None:
         """engines: those that are there from the start."""
-        self._engines = {name: _all_kinds() for name in engines}
+        self._engines = defaultdict(_all_kinds, {name: _all_kinds() for name in engines})
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        if engine not in self._engines:
-            self._engines[engine] = _all_kinds()
         lane = self._engines[engine][task.lane]
         took = lane.durations[result.status]
         took[bisect_left(LATENCY_BUCKETS_S, result.duration)] += 1
@@ -193,11 +191,8 @@ class TaskMetrics:
             lane.missed[_cause(result)] += 1
 
     def left(self, engine: str) -> None:
-        gone = self._engines.pop(engine, None)
-        if gone is not None:
-            rest = self._engines.setdefault("", _all_kinds())
-            for name, series in gone.items():
-                rest[name].add(series)
+        for name, series in self._engines.pop(engine, {}).items():
+            self._engines[""][name].add(series)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # only a scrape needs it
@@ -246,12 +241,11 @@ SHORTEST_S = 1e-6
 
 @dataclass(slots=True)
 class _Count:
-    """Tasks that ended: how many, their bytes, and how many by the bucket of a time."""
+    """Tasks that ended: their bytes, and how many by the bucket of a time."""
 
-    tasks: int = 0
     nbytes: int = 0
-    times: dict[int, int] = field(default_factory=dict)  # from admission to answer
-    waits: dict[int, int] = field(default_factory=dict)  # of those that waited for storage: their waits
+    times: Counter[int] = field(default_factory=Counter)  # from admission to answer
+    waits: Counter[int] = field(default_factory=Counter)  # of those that waited for storage: their waits
 
 
 class _Lately:
@@ -278,13 +272,9 @@ class _Lately:
         minute = self.minute
         while self.slots and self.slots[0][0] <= last:
             _, gone = self.slots.popleft()
-            minute.tasks -= gone.tasks
             minute.nbytes -= gone.nbytes
-            for counts, lost in ((minute.times, gone.times), (minute.waits, gone.waits)):
-                for bucket, number in lost.items():
-                    counts[bucket] -= number
-                    if not counts[bucket]:
-                        del counts[bucket]
+            minute.times -= gone.times
+            minute.waits -= gone.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +302,10 @@ class Windows:
         self._now = clock.monotonic
         self._began = self._now()
         self._forgotten = 0
-        self._series: dict[str, dict[str, _Lately]] = {}  # by engine, by kind
+        self._series: defaultdict[str, defaultdict[str, _Lately]] = defaultdict(lambda: defaultdict(_Lately))
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        kinds = self._series.setdefault(engine, {})
-        series = kinds.get(task.lane)
-        if series is None:
-            series = kinds[str(task.lane)] = _Lately()
+        series = self._series[engine][task.lane.value]
         waited = 0.0
         for rank in result.ranks:
             if rank.storage_s > waited:
@@ -326,17 +313,16 @@ class Windows:
         time = _bucket(result.duration)
         wait = _bucket(waited) if waited else None
         for count in (series.slot(int(self._now())), series.minute):
-            count.tasks += 1
             count.nbytes += result.bytes
-            count.times[time] = count.times.get(time, 0) + 1
+            count.times[time] += 1
             if wait is not None:
-                count.waits[wait] = count.waits.get(wait, 0) + 1
+                count.waits[wait] += 1
 
     def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
         """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
-        engines = self._series.values() if engine is None else [self._series.get(engine, {})]
+        engines = [kinds for name, kinds in self._series.items() if engine in (None, name)]
         chosen = [series for kinds in engines for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
             return Recent()
@@ -350,9 +336,9 @@ class Windows:
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times, waits = _together(count.times for count in long), _together(count.waits for count in long)
         return Recent(
-            tasks_per_s=sum(count.tasks for count in short) / short_s,
+            tasks_per_s=sum(count.times.total() for count in short) / short_s,
             bytes_per_s=sum(count.nbytes for count in short) / short_s,
-            tasks_per_s_1min=sum(count.tasks for count in long) / long_s,
+            tasks_per_s_1min=times.total() / long_s,
             bytes_per_s_1min=sum(count.nbytes for count in long) / long_s,
             p50_s=quantile(times, 0.5),
             p99_s=quantile(times, 0.99),
@@ -384,11 +370,10 @@ def _bucket(seconds: float) -> int:
 _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 
 
-def _together(each: Iterable[dict[int, int]]) -> dict[int, int]:
-    total: dict[int, int] = {}
+def _together(each: Iterable[Counter[int]]) -> Counter[int]:
+    total: Counter[int] = Counter()
     for counts in each:
-        for bucket, number in counts.items():
-            total[bucket] = total.get(bucket, 0) + number
+        total.update(counts)
     return total
 
 

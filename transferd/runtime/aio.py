@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transferd.errors import InvariantError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def answered(value: T) -> asyncio.Future[T]:
@@ -17,6 +18,18 @@ def answered(value: T) -> asyncio.Future[T]:
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.set_result(value)
     return future
+
+
+def then(value: T | asyncio.Future[T], do: Callable[[T], U | asyncio.Future[U]]) -> U | asyncio.Future[U]:
+    """What `do` makes of a value: at once, or later if the value comes later."""
+    if not isinstance(value, asyncio.Future):
+        return do(value)
+
+    async def later(coming: asyncio.Future[T]) -> U:
+        made = do(await coming)
+        return await made if isinstance(made, asyncio.Future) else made
+
+    return asyncio.ensure_future(later(value))
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
