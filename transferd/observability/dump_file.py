@@ -54,13 +54,8 @@ class Dump:
 
         engine: the task's; "" for any. If several engines had a task of this id, the one with the newest note counts.
         """
-        names = (task_id, task_id[:LONGEST_TEXT])
-        notes = [note for note in self.notes if note.task_id in names]
-        known = list(dict.fromkeys(note.engine for note in reversed(notes)))
-        chosen = engine or next(iter(known), DEFAULT_ENGINE)
-        mine = [note for note in notes if note.engine == chosen]
-        story = task_story(task_id, mine, chosen, wall=self.header["wall"], monotonic=self.header["monotonic"])
-        return story | {"also": [one for one in known if one != chosen]}
+        notes = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
+        return task_story(task_id, notes, engine, wall=self.header["wall"], monotonic=self.header["monotonic"])
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:

@@ -23,6 +23,7 @@ import select
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from itertools import islice
 from queue import SimpleQueue
@@ -213,28 +214,22 @@ class LogRate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.left_out = 0
         self._clock = clock
-        self._kinds: dict[Hashable, _Counted] = {}
+        self._buckets: dict[Hashable, Bucket] = {}
+        self._left_out: Counter[Hashable] = Counter()  # since the last line of a kind that passed
         self._lock = threading.RLock()
 
     def admit(self, kind: Hashable) -> int | None:
         """Returns how many lines of this kind were left out since the last one that passed; None to leave this out."""
         now = self._clock()
         with self._lock:
-            known = self._kinds.get(kind)
-            if known is None:
-                known = self._kinds.setdefault(kind if len(self._kinds) < MOST_KINDS else _OTHERS, _Counted())
-            if not known.bucket.take(now):
-                known.left_out += 1
-                self.left_out += 1
-                return None
-            left_out, known.left_out = known.left_out, 0
-            return left_out
-
-
-class _Counted:
-    def __init__(self) -> None:
-        self.bucket = Bucket(RATE, BURST)
-        self.left_out = 0
+            if kind not in self._buckets:
+                kind = kind if len(self._buckets) < MOST_KINDS else _OTHERS
+                self._buckets.setdefault(kind, Bucket(RATE, BURST))
+            if self._buckets[kind].take(now):
+                return self._left_out.pop(kind, 0)
+            self._left_out[kind] += 1
+            self.left_out += 1
+            return None
 
 
 class Log:

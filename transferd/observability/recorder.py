@@ -169,24 +169,14 @@ class Recorder:
         self.aside(task_id, "failure", problem)
         self._daemons.on_failure(problem)
 
-    def notes(self, task_id: str | None = None) -> list[Note]:
-        """All notes kept, or those of one task of this engine, oldest first. Safe from any thread."""
+    def notes(self, task_id: str | None = None, *, of_any: bool = False) -> list[Note]:
+        """All notes kept, or those of one task of this engine or `of_any`, oldest first. Safe from any thread."""
         tasks, asides = list(self._tasks), list(self._asides)
         if task_id is not None:
             short = task_id[:LONGEST_TEXT]
-            tasks = [entry for entry in tasks if entry[2] == task_id and entry[1] == self.engine]
-            asides = [entry for entry in asides if entry[2] == short and entry[1] == self.engine]
+            tasks = [entry for entry in tasks if entry[2] == task_id and (of_any or entry[1] == self.engine)]
+            asides = [entry for entry in asides if entry[2] == short and (of_any or entry[1] == self.engine)]
         return sorted(map(_note, tasks + asides), key=lambda note: note.at)
-
-    def engines_of(self, task_id: str) -> list[str]:
-        """The engines that have notes of a task of this id, the one with the newest note first."""
-        short = task_id[:LONGEST_TEXT]
-        newest: dict[str, float] = {}
-        for ring, wanted in ((self._tasks, task_id), (self._asides, short)):
-            for at, engine, task, *_ in ring.copy():
-                if task == wanted:
-                    newest[engine] = max(at, newest.get(engine, at))
-        return sorted(newest, key=newest.__getitem__, reverse=True)
 
     def last_steps(self, tasks: set[tuple[str, str]]) -> dict[tuple[str, str], dict[int, str]]:
         """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK notes."""

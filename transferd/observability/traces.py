@@ -157,17 +157,11 @@ class SpanMaker:
 
     def __init__(self, sample: float, instance: str) -> None:
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        ended: list[ReadableSpan] = []
-
-        class Collect(SpanProcessor):
-            """Collects spans that have ended."""
-
-            def on_end(self, span: ReadableSpan) -> None:
-                ended.append(span)
 
         resource = Resource.create(
             {"service.name": "transferd", "service.version": VERSION, "service.instance.id": instance}
@@ -175,8 +169,8 @@ class SpanMaker:
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False
         )
-        provider.add_span_processor(Collect())
-        self._ended = ended
+        self._ended = InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("transferd", VERSION)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -184,7 +178,7 @@ class SpanMaker:
         """All spans of those tasks that are sampled."""
         for one in answered:
             self._add(one)
-        made = list(self._ended)
+        made = list(self._ended.get_finished_spans())
         self._ended.clear()
         return made
 
