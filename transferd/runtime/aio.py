@@ -79,14 +79,8 @@ class Background:
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
     def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
-        """Like `spawn`, but return a future that is already done as it is."""
+        """Begin a piece. Returns a future that is already done as it is."""
         if isinstance(work, asyncio.Future) and work.done():
             return work
         begun = asyncio.ensure_future(work)

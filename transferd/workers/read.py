@@ -111,11 +111,11 @@ class Reader:
 
     async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
         """Run loads, `most` at a time, until one returns that more are useless, or the task is stopped."""
-        under_way: deque[asyncio.Task[bool]] = deque()
+        under_way: deque[asyncio.Future[bool]] = deque()
         try:
             useful = True
             for load in loads:
-                under_way.append(self._context.background.spawn(load.run(in_place)))
+                under_way.append(self._context.background.begin(load.run(in_place)))
                 if len(under_way) == most:
                     useful = await under_way.popleft()
                 if not useful or share.stopped is not None:
@@ -145,7 +145,7 @@ class Reader:
         if stored is None:  # the source has no index: ask it
             levels = source.levels
             exists = source.exists if levels is None else levels.exists_now
-            asked = self._context.background.spawn(exists(share.names))
+            asked = self._context.background.begin(exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
