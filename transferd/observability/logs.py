@@ -160,18 +160,12 @@ class LogStream(io.TextIOBase):
     line.
     """
 
+    encoding, errors = "utf-8", "backslashreplace"
+
     def __init__(self, fd: int, put: Callable[[str], None]) -> None:
         self._fd = fd
         self._put = put
         self._begun = ""  # an unfinished line
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override] # a plain attribute in typeshed
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"
 
     def writable(self) -> bool:
         return True

@@ -51,7 +51,6 @@ class StatusServer:
         self._alive = alive
         self._not_ready = not_ready
         self._tasks = tasks
-        self._exposition: Callable[[Report], Callable[[], bytes]] | None = None
         self._exposed: tuple[Report | None, asyncio.Future[Page]] | None = None
         self._thread = Crew("transferd-report", 1)
         page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
@@ -65,7 +64,7 @@ class StatusServer:
             "/explain": functools.partial(story_page, explain),
         }
         if listen:
-            self._prepare()  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
+            _ = self._exposition  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
         most = spare(MAX_CONNECTIONS)
         self.http = HttpServer(listen, routes, hosts=hosts, max_connections=most) if listen else None
 
@@ -85,19 +84,18 @@ class StatusServer:
 
     def metrics(self) -> bytes:
         """The text of /metrics, as it is now."""
-        return self._prepare()(self._reports.now())()
+        return self._exposition(self._reports.now())()
 
-    def _prepare(self) -> Callable[[Report], Callable[[], bytes]]:
-        if self._exposition is None:
-            from transferd.observability.metrics import exposition
+    @functools.cached_property
+    def _exposition(self) -> Callable[[Report], Callable[[], bytes]]:
+        from transferd.observability.metrics import exposition
 
-            self._exposition = exposition(self._not_ready, self._tasks)
-        return self._exposition
+        return exposition(self._not_ready, self._tasks)
 
     def _text(self, report: Report) -> asyncio.Future[Page]:
         """The text is made in a thread, once for each report; it takes much longer than the report."""
         if self._exposed is None or (self._exposed[0] is not report and self._exposed[1].done()):
-            text = self._prepare()(report)
+            text = self._exposition(report)
             self._exposed = report, asyncio.ensure_future(self._in_thread(text))
         return self._exposed[1]
 
