@@ -64,7 +64,7 @@ class DumpThread:
         self._failures = 0
         self._pending: deque[Callable[[], None]] = deque()  # what the thread was woken for
         self._ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread  # while it is entered
         self.hangs = False  # after the exit: a dump did not end, because its disk hangs
 
     def __enter__(self) -> Self:
@@ -82,7 +82,6 @@ class DumpThread:
             self._pending.append(self._taken("crash", f"{type(error).__name__}: {error}", error))
         self._ending = True
         self._wake()
-        assert self._thread is not None
         self._thread.join(END_S)
         self.hangs = self._thread.is_alive()
         if self.hangs:
@@ -125,7 +124,6 @@ class DumpThread:
             log.exception("cannot dump the flight recorder (bug)")
 
     def _wake(self) -> None:
-        assert self._thread is not None
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, WAKE)
 

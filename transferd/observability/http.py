@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport  # from connection_made on
         self._timer: asyncio.TimerHandle | None = None
         self._answered = False
         self._peer = ""
@@ -183,7 +183,6 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answered:
             return
-        assert self._transport is not None
         waits, self._received = bool(self._received), self._received + data
         if waits:
             return
@@ -197,7 +196,6 @@ class _Connection(asyncio.Protocol):
         """Parse what has arrived, and answer a complete request."""
         began = now()
         data, self._received = self._received, b""
-        assert self._transport is not None
         self._transport.resume_reading()
         self._parse(data)
         self._turns.took(self, now() - began)
@@ -238,7 +236,6 @@ class _Connection(asyncio.Protocol):
             *page.headers,
         ]
         reason = http.HTTPStatus(page.status).phrase.encode()
-        assert self._transport is not None
         self._answered = True
         start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
         self._transport.write(start if head else start + page.body)
@@ -263,7 +260,6 @@ class _Connection(asyncio.Protocol):
 
     def drop(self, reason: str = "") -> None:
         """Close it now. reason: the reason to report, unless the request was already answered."""
-        assert self._transport is not None
         if reason and not self._answered:
             self._server.refuse(reason, self._peer, "no complete request was received")
         self._server.closed(self)
