@@ -314,7 +314,7 @@ class Dispatcher:
         record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
         self._records[task.task_id] = record
         self._waits.setdefault(event.client, {})[task.task_id] = record
-        self._recorder.admitted(task.task_id, prepared.lane.value, prepared.blocks, event.client)
+        self._recorder.admitted(task.task_id, str(prepared.lane), prepared.blocks, event.client)
         self._set_alarm(record.deadline, record)
         self._lanes.enter(record)
         if not record.claim.blockers:
@@ -530,7 +530,7 @@ class Dispatcher:
             not_admitted=merged.not_admitted,
         )
         self._statuses[status] += 1
-        self._recorder.note(task_id, "done", status.value, len(merged.block_ids))
+        self._recorder.note(task_id, "done", str(status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:

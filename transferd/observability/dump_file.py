@@ -77,11 +77,8 @@ def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note]
             file.flush()
             os.fsync(file.fileno())
         os.rename(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-    _prune(directory, keep)
+    finally:
+        _prune(directory, keep)
     return path
 
 
@@ -133,7 +130,7 @@ def _dumps(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest dumps, and partial files that a killed daemon left."""
+    """Remove all but the newest dumps, and partial files: of a dump that failed, or of a daemon that was killed."""
     old = sorted(_dumps(directory))[:-keep]
     for path in (*old, *directory.glob(f".{_PREFIX}*{_PART}")):
         with contextlib.suppress(OSError):

@@ -157,7 +157,7 @@ class Recorder:
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
         """Record an event of an admitted task. detail: numbers and short text, in the order of FIELDS[what]."""
-        self._tasks.append((self._now(), self.engine, task_id, what, *detail))
+        self._tasks.append((self._now(), self.engine, task_id, what) + detail)  # noqa: RUF005 - twice as fast
 
     def aside(self, task_id: str, what: str, *detail: Any) -> None:
         """Record any other event. task_id: "" or that of a task that is not admitted. detail: as for `note`."""

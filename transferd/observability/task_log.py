@@ -241,8 +241,9 @@ SHORTEST_S = 1e-6
 
 @dataclass(slots=True)
 class _Count:
-    """Tasks that ended: their bytes, and how many by the bucket of a time."""
+    """Tasks that ended: how many, their bytes, and how many by the bucket of a time."""
 
+    tasks: int = 0
     nbytes: int = 0
     times: Counter[int] = field(default_factory=Counter)  # from admission to answer
     waits: Counter[int] = field(default_factory=Counter)  # of those that waited for storage: their waits
@@ -272,6 +273,7 @@ class _Lately:
         minute = self.minute
         while self.slots and self.slots[0][0] <= last:
             _, gone = self.slots.popleft()
+            minute.tasks -= gone.tasks
             minute.nbytes -= gone.nbytes
             minute.times -= gone.times
             minute.waits -= gone.waits
@@ -305,7 +307,7 @@ class Windows:
         self._series: defaultdict[str, defaultdict[str, _Lately]] = defaultdict(lambda: defaultdict(_Lately))
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        series = self._series[engine][task.lane.value]
+        series = self._series[engine][task.lane]
         waited = 0.0
         for rank in result.ranks:
             if rank.storage_s > waited:
@@ -313,16 +315,18 @@ class Windows:
         time = _bucket(result.duration)
         wait = _bucket(waited) if waited else None
         for count in (series.slot(int(self._now())), series.minute):
+            count.tasks += 1
             count.nbytes += result.bytes
-            count.times[time] += 1
+            count.times[time] = count.times.get(time, 0) + 1  # faster than +=
             if wait is not None:
-                count.waits[wait] += 1
+                count.waits[wait] = count.waits.get(wait, 0) + 1
 
     def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
         """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
-        engines = [kinds for name, kinds in self._series.items() if engine in (None, name)]
+        names = self._series if engine is None else self._series.keys() & {engine}
+        engines = [self._series[name] for name in names]
         chosen = [series for kinds in engines for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
             return Recent()
@@ -336,9 +340,9 @@ class Windows:
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times, waits = _together(count.times for count in long), _together(count.waits for count in long)
         return Recent(
-            tasks_per_s=sum(count.times.total() for count in short) / short_s,
+            tasks_per_s=sum(count.tasks for count in short) / short_s,
             bytes_per_s=sum(count.nbytes for count in short) / short_s,
-            tasks_per_s_1min=times.total() / long_s,
+            tasks_per_s_1min=sum(count.tasks for count in long) / long_s,
             bytes_per_s_1min=sum(count.nbytes for count in long) / long_s,
             p50_s=quantile(times, 0.5),
             p99_s=quantile(times, 0.99),
@@ -370,10 +374,11 @@ def _bucket(seconds: float) -> int:
 _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 
 
-def _together(each: Iterable[Counter[int]]) -> Counter[int]:
-    total: Counter[int] = Counter()
+def _together(each: Iterable[Counter[int]]) -> dict[int, int]:
+    total: dict[int, int] = {}
     for counts in each:
-        total.update(counts)
+        for bucket, number in counts.items():
+            total[bucket] = total.get(bucket, 0) + number
     return total
 
 
