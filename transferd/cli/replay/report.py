@@ -85,7 +85,7 @@ class ReplayReport:
             "statuses": {str(status): count for status, count in self.statuses.items()},
             "busy_retries": self.busy,
             "truncated_requests": self.truncated,
-            "latency_ms": {kind: _percentiles(values) for kind, values in sorted(self.latencies.items())},
+            "latency_ms": {kind: percentiles_ms(values) for kind, values in sorted(self.latencies.items())},
         }
 
     def print(self, console: Console) -> None:
@@ -123,8 +123,9 @@ class ReplayReport:
             console.print("[bold red]ended early:[/]", escape(one_line(self.aborted)), soft_wrap=True)
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if len(values) == 1:
-        return {"p50": values[0] * 1e3, "p99": values[0] * 1e3}
-    cuts = quantiles(values, n=100, method="inclusive")
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Half of them, and 99 of 100, took at most so many milliseconds; empty without any."""
+    if len(seconds) < 2:
+        return {name: one * 1e3 for one in seconds for name in ("p50", "p99")}
+    cuts = quantiles(seconds, n=100, method="inclusive")
     return {"p50": cuts[49] * 1e3, "p99": cuts[98] * 1e3}
