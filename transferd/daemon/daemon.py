@@ -306,11 +306,8 @@ class Daemon:
         engine: only of this engine; "" for any. Several engines may have had a task of this id: then that of the
         `asker` counts, else the newest; `also` names the others.
         """
-        known = self.recorder.engines_of(task_id) if task_id else []  # "" has the daemon's own notes
-        chosen = engine or (asker if asker in known else next(iter(known), asker or DEFAULT_ENGINE))
-        notes = self.recorder.of(chosen).notes(task_id) if chosen in known else []
-        story = task_story(task_id, notes, chosen, wall=self.clock.wall(), monotonic=self.clock.monotonic())
-        return story | {"also": [one for one in known if one != chosen]}
+        notes = self.recorder.notes(task_id, of_any=True) if task_id else []  # "" has the daemon's own notes
+        return task_story(task_id, notes, engine, asker, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""
