@@ -20,18 +20,18 @@ pytestmark = pytest.mark.one_loop
 
 def test_an_act_is_noted_once_it_is_answered_with_all_but_secrets() -> None:
     now = [10.0]
-    acts, client = Acts(lambda: now[0]), KnownClient(1, 1, 0.0, 0.0, engine_name="e")
-    acts.asked(b"p", 1, client, wire.Pause("trainer", "a secret"))
-    acts.asked(b"p", 2, client, wire.Purge(keys=["a", "b"], older_than=5.0))
-    acts.asked(b"p", 3, client, wire.Purge(dry_run=True))
-    acts.asked(b"p", 4, client, wire.Stats())
+    acts, client = Acts(lambda: now[0]), KnownClient(b"p", 1, 1, 0.0, 0.0, engine_name="e")
+    acts.asked(client, 1, wire.Pause("trainer", "a secret"))
+    acts.asked(client, 2, wire.Purge(keys=["a", "b"], older_than=5.0))
+    acts.asked(client, 3, wire.Purge(dry_run=True))
+    acts.asked(client, 4, wire.Stats())
     assert acts.report() == []
     now[0] = 12.0
     with structlog.testing.capture_logs() as lines:
-        acts.answered(b"p", 1)
-        acts.answered(b"p", 2, {"objects": 2, "bytes": 8})
-        acts.answered(b"p", 3, {"objects": 2})
-        acts.answered(b"p", 4, {})
+        acts.answered(client, 1)
+        acts.answered(client, 2, {"objects": 2, "bytes": 8})
+        acts.answered(client, 3, {"objects": 2})
+        acts.answered(client, 4, {})
     now[0] = 15.0
     newest, first = acts.report()
     assert (first.what, first.wanted, first.engine, first.ago_s) == ("pause", "", "e", 3.0)
@@ -42,12 +42,12 @@ def test_an_act_is_noted_once_it_is_answered_with_all_but_secrets() -> None:
 
 
 def test_a_refused_act_and_one_whose_client_left_are_none_and_few_are_kept() -> None:
-    acts, client = Acts(lambda: 0.0), KnownClient(1, 1, 0.0, 0.0)
-    acts.asked(b"p", 1, client, wire.Drain())
-    acts.answered(b"p", 1, refused=True)
-    acts.asked(b"p", 2, client, wire.Drain())
-    acts.left(b"p")
-    acts.answered(b"p", 2)
+    acts, client = Acts(lambda: 0.0), KnownClient(b"p", 1, 1, 0.0, 0.0)
+    acts.asked(client, 1, wire.Drain())
+    acts.answered(client, 1, refused=True)
+    acts.asked(client, 2, wire.Drain())
+    acts.left(client)
+    acts.answered(client, 2)
     assert acts.report() == []
     for number in range(2 * KEPT):
         acts.noted("reload", str(number))

@@ -703,7 +703,7 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         offering = asyncio.ensure_future(
             daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
-        await until(lambda: bool(daemon.default.cache._ranks[0].attempts), "the offer is under way")
+        await until(lambda: bool(daemon.default.cache._offering), "the offer is under way")
         daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)

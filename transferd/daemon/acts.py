@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -35,14 +35,6 @@ ACTS: dict[type, str] = {
 UNSAID = ("holder", "proof", "detail", "type")  # fields of requests that say nothing about the act
 
 
-class Asked(NamedTuple):
-    """An act that a client has asked for."""
-
-    what: str
-    wanted: dict[str, Any]
-    report: ActReport
-
-
 class Acts:
     """One for the daemon. now: monotonic seconds.
 
@@ -53,11 +45,11 @@ class Acts:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._kept: deque[tuple[float, ActReport]] = deque(maxlen=KEPT)
-        self._asked: dict[tuple[bytes, int], Asked] = {}
+        self._asked: dict[tuple[bytes, int], tuple[ActReport, dict[str, Any]]] = {}  # with what was wanted, as data
         self.reload_refused = ""
         self.would_not_start: Callable[[], str] = str
 
-    def asked(self, peer: bytes, seq: int, client: KnownClient, body: Any) -> None:
+    def asked(self, client: KnownClient, seq: int, body: Any) -> None:
         """Remember who has asked for this, if it is an act, until it is answered."""
         what = ACTS.get(type(body))
         if what is None or getattr(body, "dry_run", False):
@@ -66,26 +58,27 @@ class Acts:
         wanted = {name: len(value) if isinstance(value, list) else value for name, value in fields.items()}
         wanted = {name: value for name, value in wanted.items() if value not in (None, "")}
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what, words, client.engine_name, *client.who, peer.decode(), 0.0)
-        self._asked[peer, seq] = Asked(what, wanted, report)
+        report = ActReport(what, words, client.engine_name, *client.who, client.peer.decode(), 0.0)
+        self._asked[client.peer, seq] = report, wanted
 
-    def answered(self, peer: bytes, seq: int, value: Any = None, *, refused: bool = False) -> None:
+    def answered(self, client: KnownClient, seq: int, value: Any = None, *, refused: bool = False) -> None:
         """Note the act that this answers, if it was one. value: the answer."""
-        one = self._asked.pop((peer, seq), None)
+        one = self._asked.pop((client.peer, seq), None)
         if one is None or refused:
             return
+        report, wanted = one
         found = value if isinstance(value, dict) else {}
-        by = {"uid": one.report.uid, "pid": one.report.pid, "client": one.report.client}
-        log.info("act", act=one.what, engine=one.report.engine, by=by, wanted=one.wanted, **found)
-        self._kept.append((self._now(), one.report))
+        by = {"uid": report.uid, "pid": report.pid, "client": report.client}
+        log.info("act", act=report.what, engine=report.engine, by=by, wanted=wanted, **found)
+        self._kept.append((self._now(), report))
 
     def noted(self, what: str, wanted: str) -> None:
         """Note an act that no client has asked for."""
         self._kept.append((self._now(), ActReport(what, wanted)))
 
-    def left(self, peer: bytes) -> None:
+    def left(self, client: KnownClient) -> None:
         """Forget what a client that is gone has asked for: it is cancelled."""
-        for key in [key for key in self._asked if key[0] == peer]:
+        for key in [key for key in self._asked if key[0] == client.peer]:
             del self._asked[key]
 
     def report(self) -> list[ActReport]:

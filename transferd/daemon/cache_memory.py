@@ -37,12 +37,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -68,6 +66,8 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
 AGAIN_S = 10.0  # between tries to make lost memory anew
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
@@ -82,27 +82,20 @@ class _MappedOffer:
     owner: Owner
     peer: Sequence[int | None]  # [uid, pid] of the client, read from its socket
 
-    def is_from(self, client: bytes, owner: Owner, peer: Sequence[int | None]) -> bool:
-        """Whether another offer comes from the same client, or from the same process on another connection."""
-        return self.client == client or (self.owner == owner and tuple(self.peer) == tuple(peer) and None not in peer)
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """An offer that is being mapped; its client may be lost meanwhile."""
-
-    client: bytes
-    gone: bool = False
+    def is_from(self, other: _MappedOffer) -> bool:
+        """Whether another offer came from the same client, or from the same process on another connection."""
+        same_process = self.owner == other.owner and tuple(self.peer) == tuple(other.peer) and None not in self.peer
+        return self.client == other.client or same_process
 
 
 @dataclass(slots=True, eq=False)
 class _RankMemory:
     """One rank's memory."""
 
+    number: int
     worker: RankWorker
     present: bool = False
     offer: _MappedOffer | None = None
-    attempts: list[_Attempt] = field(default_factory=list)
 
 
 class CacheMemory:
@@ -114,25 +107,26 @@ class CacheMemory:
         core: Coordinator,
         creator: Creator,
         *,
-        tokens: TokenStorage | None = None,
-        next_generation: Callable[[], str] | None = None,
-        epochs: Iterator[int] | None = None,
-        now: Callable[[], float] = time.monotonic,
+        tokens: TokenStorage | None,
+        next_generation: Callable[[], str],
+        epochs: Iterator[int],
+        now: Callable[[], float],
     ) -> None:
         """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
 
-        next_generation: the generation to restore if the request names none; None for the current one.
+        next_generation: returns the generation to restore if the request names none.
         """
         self._tokens = tokens
         self._next_generation = next_generation
         self.creator = creator
-        self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; shared by all engines
-        self.epoch = next(self._epochs)
+        self._epochs = epochs  # always rising; shared by all engines
+        self.epoch = next(epochs)
         self.cleared = False
         self._cleared_by = CLEARED
         self._core = core
         core.withdraws = self.lost
-        self._ranks = [_RankMemory(worker) for worker in workers]
+        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(workers)]
+        self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
         self._mappings = Mappings(len(workers), core.mappings, now)
@@ -147,7 +141,7 @@ class CacheMemory:
     @property
     def missing(self) -> list[int]:
         """Ranks that have no memory."""
-        return [number for number, rank in enumerate(self._ranks) if not rank.present]
+        return [rank.number for rank in self._ranks if not rank.present]
 
     @property
     def unattached(self) -> tuple[list[int], float]:
@@ -231,7 +225,7 @@ class CacheMemory:
 
     def memories(self, rank: int | None = None) -> int:
         """How many memories of engines are mapped, of one rank or of all."""
-        offers = [one.offer for number, one in enumerate(self._ranks) if rank in (None, number)]
+        offers = [one.offer for one in self._ranks if rank in (None, one.number)]
         return sum(memories_of(offer.handle) for offer in offers if offer is not None)
 
     def detach(self, client: bytes, rank: int) -> None:
@@ -247,17 +241,15 @@ class CacheMemory:
         """
         data, canary = taken_from(handle.data)
         offered = DeviceHandle(handle.kind, data)
-        answer: str | None = await self._finished(self._offer(client, self._rank(rank), rank, offered, epoch, canary))
-        return answer
+        return await self._finished(self._offer(client, self._rank(rank), offered, epoch, canary))
 
     async def _offer(
-        self, client: bytes, rank: _RankMemory, number: int, handle: DeviceHandle, epoch: int, canary: Canary | None
+        self, client: bytes, rank: _RankMemory, handle: DeviceHandle, epoch: int, canary: Canary | None
     ) -> str | None:
         if self.creator is Creator.DAEMON:
             what = "the daemon creates the cache here (cache.ownership); attach to it"
             raise RequestError(what, code="not_attachable")
-        attempt = _Attempt(client)
-        rank.attempts.append(attempt)
+        self._offering.append(client)
         try:
             if canary is not None:
                 await self._host_memory.wait()  # its block is read into staging
@@ -269,83 +261,70 @@ class CacheMemory:
                 peer = handle.data.get(PEER, (None, None))
                 owner = check_owner(handle.data.get("owner"))
                 check_user(owner, peer[0])
-                handle = await self._resolved(rank, number, handle)
-                if rank.offer is not None and await self._is_repeated(rank, number, client, handle, owner, peer):
+                handle = await self._resolved(rank, handle)
+                kept = DeviceHandle(handle.kind, {k: v for k, v in handle.data.items() if k not in (PEER, PASSED)})
+                offer = _MappedOffer(client, kept, owner, peer)
+                if rank.offer is not None and await self._is_repeated(rank, rank.offer, offer):
                     return None
                 await rank.worker.open_device(handle)
                 if canary is not None:
                     try:
                         await check_canary(rank.worker.context, canary)
                     finally:
-                        await self._given_up(number, rank.worker.close_device())
+                        await self._given_up(rank, rank.worker.close_device())
                     return CHECKED
-                handle = DeviceHandle(handle.kind, {k: v for k, v in handle.data.items() if k not in (PEER, PASSED)})
-                rank.offer, rank.present = _MappedOffer(client, handle, owner, peer), True
-                self._mappings.offer(number, DeviceHandle(handle.kind, memory_named(handle.data)))
-                log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)
+                rank.offer, rank.present = offer, True
+                self._mappings.offer(rank.number, DeviceHandle(kept.kind, memory_named(kept.data)))
+                log.info("memory attached", engine=self._core.engine, rank=rank.number, kind=kept.kind, pid=owner.pid)
                 try:
                     await self._announce()
                 except TransferError:
-                    rank.offer, rank.present = None, False
-                    self._mappings.withdraw(number)
-                    await self._given_up(number, rank.worker.close_device())
+                    await self._withdraw([rank])
                     raise
                 return None
         finally:
-            rank.attempts.remove(attempt)
-            if attempt.gone:  # the client was lost while its memory was being mapped
+            if client in self._offering:
+                self._offering.remove(client)
+            else:  # the client was lost while its memory was being mapped
                 self.client_gone(client)
 
-    async def _resolved(self, rank: _RankMemory, number: int, handle: DeviceHandle) -> DeviceHandle:
+    async def _resolved(self, rank: _RankMemory, handle: DeviceHandle) -> DeviceHandle:
         """The handle with fields that identify its memory, by which offers are compared."""
-        context, what = rank.worker.context, f"opening the memory offered for rank {number}"
+        context, what = rank.worker.context, f"opening the memory offered for rank {rank.number}"
         return await context.threads.run(Direction.SETUP, lambda: context.device.resolved(handle), what)
 
-    async def _is_repeated(
-        self,
-        rank: _RankMemory,
-        number: int,
-        client: bytes,
-        handle: DeviceHandle,
-        owner: Owner,
-        peer: Sequence[int | None],
-    ) -> bool:
+    async def _is_repeated(self, rank: _RankMemory, had: _MappedOffer, offer: _MappedOffer) -> bool:
         """Whether this rank is offered its own memory again. If the client replaces it, unmap the old; return False.
 
         Raises RequestError if another process has offered the rank's memory.
         """
-        offer = rank.offer
-        assert offer is not None
-        same_kind, had, data = offer.handle.kind == handle.kind, offer.handle.data, handle.data
-        if same_kind and memory_named(had) == memory_named(data):
-            offer.client, offer.peer = client, peer
+        same_kind, before, now = had.handle.kind == offer.handle.kind, had.handle.data, offer.handle.data
+        if same_kind and memory_named(before) == memory_named(now):
+            had.client, had.peer = offer.client, offer.peer
             rank.worker.leaving(False)
             return True
-        as_before = same_kind and said_of_memory(had) == said_of_memory(data)
-        if not (as_before and offer.is_from(client, owner, peer)):
-            what = f"rank {number} has its memory from process {offer.owner.pid} already, not from {owner.pid}"
+        as_before = same_kind and said_of_memory(before) == said_of_memory(now)
+        if not (as_before and had.is_from(offer)):
+            what = f"rank {rank.number} has its memory from process {had.owner.pid} already, not from {offer.owner.pid}"
             raise RequestError(what, code="already_attached")
-        what = f"the engine has replaced the memory of rank {number}"
-        log.warning("memory replaced", engine=self._core.engine, rank=number, pid=owner.pid)
+        what = f"the engine has replaced the memory of rank {rank.number}"
+        log.warning("memory replaced", engine=self._core.engine, rank=rank.number, pid=offer.owner.pid)
         self._core.withdraw(ErrorInfo("not_attached", what), end=True)
         await self._core.empty()
-        await self._withdraw([number])
+        await self._withdraw([rank])
         return False
 
     def client_gone(self, client: bytes) -> None:
         """Drop the client's mappings, and unmap the memory that it offered as soon as no rank touches a block."""
-        lost: list[int] = []
-        for number, rank in enumerate(self._ranks):
-            for attempt in rank.attempts:
-                attempt.gone = attempt.gone or attempt.client == client
-            if rank.offer is not None and rank.offer.client == client:
-                lost.append(number)
+        self._offering = [one for one in self._offering if one != client]
+        lost = [rank for rank in self._ranks if rank.offer is not None and rank.offer.client == client]
         self._mappings.leave(client)
         if lost and not self._closed:
-            what = f"the engine that owned the memory of {_ranks(lost)} has gone"
-            log.warning("engine gone", engine=self._core.engine, ranks=lost)
-            for number in lost:
-                self._ranks[number].worker.leaving()
+            numbers = [rank.number for rank in lost]
+            log.warning("engine gone", engine=self._core.engine, ranks=numbers)
+            for rank in lost:
+                rank.worker.leaving()
+            what = f"the engine that owned the memory of {_ranks(numbers)} has gone"
             self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
             self._begin(self._let_go(lambda offer: offer.client == client))
 
@@ -398,24 +377,22 @@ class CacheMemory:
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
             await self._core.empty()
-            offers = [rank.offer for rank in self._ranks]
-            await self._withdraw([n for n, offer in enumerate(offers) if offer is not None and which(offer)])
+            await self._withdraw([rank for rank in self._ranks if rank.offer is not None and which(rank.offer)])
             with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
-    async def _withdraw(self, numbers: Sequence[int]) -> None:
+    async def _withdraw(self, ranks: Sequence[_RankMemory]) -> None:
         """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
         self._core.memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
-        for number in numbers:
-            rank = self._ranks[number]
+        for rank in ranks:
             rank.offer, rank.present = None, False
-            self._mappings.withdraw(number)
-        await every(self._given_up(number, self._ranks[number].worker.close_device()) for number in numbers)
-        if numbers:
+            self._mappings.withdraw(rank.number)
+        await every(self._given_up(rank, rank.worker.close_device()) for rank in ranks)
+        if ranks:
             removing = functools.partial(remove_stale_segments, {uid for uid in users if uid is not None})
-            threads = self._ranks[0].worker.context.threads
-            await self._given_up(numbers[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
+            threads = ranks[0].worker.context.threads
+            await self._given_up(ranks[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
 
     # --- clearing -----------------------------------------------------------------------------------
 
@@ -425,8 +402,7 @@ class CacheMemory:
         keep_host: host memory stays allocated and pinned, without a block; a later clear without it frees that memory.
         Raises RequestError; TierError if freeing memory raised an error (the cache is cleared all the same).
         """
-        epoch: int = await self._finished(self._clear(keep_host=keep_host))
-        return epoch
+        return await self._finished(self._clear(keep_host=keep_host))
 
     async def _clear(self, lost: ErrorInfo | None = None, *, keep_host: bool = False) -> int:
         """lost: why the memory has vanished; then the generation goes on, and stored blocks stay valid."""
@@ -474,8 +450,7 @@ class CacheMemory:
         Raises RequestError, ConfigError for a version file without a version, TierError if there is no room. After an
         error the cache stays cleared.
         """
-        epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
-        return epoch
+        return await self._finished(self._restore(generation, same_weights=same_weights))
 
     async def _restore(self, named: str | None, *, same_weights: bool, ours: bool = False) -> int:
         """ours: restore lost memory of the daemon's; raises `not_cleared` if an engine has cleared the cache."""
@@ -483,7 +458,7 @@ class CacheMemory:
             self._check_change()
             if not self.cleared or (ours and self._cleared_by is CLEARED):
                 raise RequestError("the cache was not cleared", code="not_cleared")
-            generation = self._unnamed() if named is None else named
+            generation = self._next_generation() if named is None else named
             reopened = same_weights and generation in self._closed_generations
             if reopened:
                 del self._closed_generations[generation]
@@ -495,7 +470,7 @@ class CacheMemory:
             except TransferError:
                 if reopened:
                     self.close_generations([generation], current=True)
-                await every(self._given_up(number, rank.worker.free()) for number, rank in enumerate(self._ranks))
+                await every(self._given_up(rank, rank.worker.free()) for rank in self._ranks)
                 raise
             self._core.set_generation(generation)
             for rank in self._ranks:
@@ -510,9 +485,6 @@ class CacheMemory:
         await worker.allocate_host()
         if self.creator is Creator.DAEMON:
             await worker.open_device()
-
-    def _unnamed(self) -> str:
-        return self._core.generation if self._next_generation is None else self._next_generation()
 
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
@@ -541,10 +513,10 @@ class CacheMemory:
             self._tokens.check_generation(generation)
 
     def _check_unmapped(self) -> None:
-        for number, rank in enumerate(self._ranks):
-            count = self._mappings.mapped_by(number)
+        for rank in self._ranks:
+            count = self._mappings.mapped_by(rank.number)
             if count and not rank.worker.context.device.outlives_close:
-                what = f"the memory of rank {number} is mapped by {count} clients; detach first"
+                what = f"the memory of rank {rank.number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
     # --- inside -------------------------------------------------------------------------------------
@@ -558,13 +530,13 @@ class CacheMemory:
         if self._closed:
             raise TransferError("the daemon is shutting down", code="shutdown")
 
-    def _begin(self, change: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return task
 
-    async def _finished(self, change: Coroutine[Any, Any, Any]) -> Any:
+    async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
         """Wait for a change. It runs to its end even if the client that requested it leaves."""
         task = self._begin(change)
         try:
@@ -579,13 +551,13 @@ class CacheMemory:
             what = "a change of the cache failed after its client had gone"
             log.warning(what, engine=self._core.engine, problem=str(error))
 
-    async def _given_up(self, number: int, closing: Awaitable[object]) -> None:
+    async def _given_up(self, rank: _RankMemory, closing: Awaitable[object]) -> None:
         """Close memory that is no longer used, and only log an error."""
         try:
             await closing
         except TransferError as error:
             what = "error while releasing memory"
-            log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
+            log.warning(what, engine=self._core.engine, rank=rank.number, problem=str(error))
 
 
 def _ranks(numbers: list[int]) -> str:

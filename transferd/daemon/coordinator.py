@@ -113,16 +113,8 @@ class Coordinator:
     # --- what clients ask ---------------------------------------------------------------------------
 
     @property
-    def boot_id(self) -> str:
-        return self._dispatcher.boot_id
-
-    @property
     def generation(self) -> str:
         return self._dispatcher.generation
-
-    @property
-    def admitting(self) -> bool:
-        return self._dispatcher.admitting
 
     @property
     def overdue_s(self) -> float:

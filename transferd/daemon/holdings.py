@@ -102,10 +102,11 @@ class Holdings:
             keeper.retire(lambda name: objects.id_of(before, name) is not None)
 
     def left(self, engine: HostedEngine) -> None:
-        """Note that the engine is gone."""
-        keeper = self._own_keeper
-        if self._engines.pop(engine.owner, None) is not None and keeper is not None:
-            keeper.leave(engine.owner)
+        """Note that the engine is gone, unless its user has registered the next one of its name meanwhile."""
+        if self._engines.get(engine.owner) is engine:
+            del self._engines[engine.owner]
+            if (keeper := self._own_keeper) is not None:
+                keeper.leave(engine.owner)
 
     def report(self, level: str = "") -> list[HoldingReport]:
         """The objects of each engine in storage, and those without an owner, the most bytes first. level: in one."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import structlog
 
 from transferd.daemon.clients import Clients
-from transferd.observability.recorder import Recorder
 from transferd.wire.shares import Places
 
 log = structlog.get_logger(__name__)
@@ -47,18 +46,12 @@ class Liveness:
     """
 
     def __init__(
-        self,
-        clients: Clients,
-        timeout: float,
-        now: Callable[[], float],
-        recorder: Recorder,
-        forget: Callable[[bytes, str], None],
+        self, clients: Clients, timeout: float, now: Callable[[], float], forget: Callable[[bytes, str], None]
     ) -> None:
         self.lost = 0
         self._clients = clients
         self._timeout = timeout
         self._now = now
-        self._recorder = recorder
         self._forget = forget
         self._processes: dict[int, _Watched] = {}  # by process id
         self._pid_of: dict[bytes, int] = {}  # of the clients whose processes are watched
@@ -129,7 +122,7 @@ class Liveness:
             for client in self._clients:
                 silent_s = now - self._clients[client].seen_at
                 if silent_s > self._timeout * (LIVING if self._lives(client) else 1):
-                    self._recorder.aside("", "client silent", client)
+                    self._clients.recorder.aside("", "client silent", client)
                     self._lose(client, f"was silent for {silent_s:.1f} s", why="silent", silent_s=round(silent_s, 3))
         if self._clients:
             self._look_later()
@@ -140,7 +133,7 @@ class Liveness:
 
     def _ended(self, pid: int) -> None:
         for client in list(self._processes[pid].clients):
-            self._recorder.aside("", "client ended", client)
+            self._clients.recorder.aside("", "client ended", client)
             self._lose(client, "ended with its process", why="its process has ended")
 
     def _lose(self, client: bytes, how: str, **why: object) -> None:

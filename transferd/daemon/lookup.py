@@ -10,10 +10,11 @@ from transferd.blocks.keys import path_keys
 from transferd.control.admission import check_salt
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
+from transferd.daemon.kv_events.feed import KvEventFeed
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.runtime.loop_turns import OneATurn
-from transferd.storage.attention_store.open_index import ANY_MEDIUM, TokenIndex
+from transferd.storage.attention_store.open_index import ANY_MEDIUM
 from transferd.storage.base import Storage
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
@@ -35,9 +36,8 @@ class Lookup:
     storage: that of blocks by keys, if any.
     owner: the owner of the engine's objects in storage.
     tokens: the token-indexed storage, if any.
-    index: returns the open token index, up to date.
+    feed: has the open token index, and learns what was not found.
     pieces: the turns of all engines' long look-ups.
-    absent: called with the keys that a look-up has not found.
     looked_up: called with the number of blocks of each look-up, how many of them could be loaded, their keys (none of
         token-indexed storage), and the position of the first one that could not.
     """
@@ -51,11 +51,10 @@ class Lookup:
         *,
         storage: Storage | None,
         tokens: TokenStorage | None,
-        index: Callable[[], TokenIndex | None],
-        owner: Hashable = None,
-        pieces: OneATurn | None = None,
-        looked_up: LookedUp = lambda blocks, found, keys, missing: None,  # noqa: ARG005 - nobody counts
-        absent: Callable[[Sequence[str]], None] = lambda keys: None,  # noqa: ARG005 - nobody has announced them
+        feed: KvEventFeed | None,
+        owner: Hashable,
+        pieces: OneATurn,
+        looked_up: LookedUp,
     ) -> None:
         self._workers = workers
         self._dispatcher = dispatcher
@@ -63,12 +62,11 @@ class Lookup:
         self._objects = objects
         self._storage = storage
         self._tokens = tokens
-        self._index = index
+        self._feed = feed
         self._owner = owner
         self._block_size = dispatcher.limits.token_block
-        self._pieces = pieces or OneATurn()
+        self._pieces = pieces
         self._looked_up = looked_up
-        self._absent = absent
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
@@ -95,8 +93,8 @@ class Lookup:
             asked.start = len(found)  # all of them are one chain
             by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
             found += [all(there) for there in zip(*by_rank, strict=True)]
-        if not all(found):
-            self._absent([key for key, there in zip(keys, found, strict=True) if not there])
+        if self._feed is not None and not all(found):
+            self._feed.not_found([key for key, there in zip(keys, found, strict=True) if not there])
         return found
 
     async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
@@ -157,7 +155,7 @@ class Lookup:
 
     def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
         """How many leading blocks of a path each node has in each medium. Raises RequestError."""
-        index = self._index()
+        index = None if self._feed is None else self._feed.up_to_date()
         if index is None:
             raise RequestError("this daemon keeps no open token index", code="no_token_index")
         block_size = self._block_size

@@ -7,8 +7,7 @@ cancel ends it earlier, and so does the leaving of its last client. A repeated r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,10 +160,14 @@ class EnginePrefetches:
         stop = one.stop.result() if one.stop.done() else None
         brought = {} if bringing is None else bringing.brought
         each, seconds = len(engine.objects.parts), self._clock.monotonic() - began
+        info = None if error is None else ErrorInfo(error.reason, str(error))
         outcomes = []
         for number, worker in enumerate(engine.workers):
-            mine = [names[number * each : (number + 1) * each] for names in blocks]
-            outcomes.append(_of_rank(worker.rank, mine, there, brought, error, stop, seconds))
+            mine = [names[number * each : (number + 1) * each] for names in blocks]  # its objects, by block
+            moved = [i for i, names in enumerate(mine) if there >= set(names)]
+            nbytes = sum(brought.get(name, 0) for names in mine for name in names)
+            why = (None, None) if len(moved) == len(mine) else (info, stop)
+            outcomes.append(RankOutcome(worker.rank, moved, nbytes, why[0], stop=why[1], storage_s=seconds))
         return self._result(asked, outcomes, generation, seconds)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
@@ -194,24 +197,3 @@ class EnginePrefetches:
             generation=generation,
             boot_id=self._boot_id,
         )
-
-
-def _of_rank(
-    rank: int,
-    blocks: Sequence[Sequence[str]],
-    there: AbstractSet[str],
-    brought: Mapping[str, int],
-    error: TransferError | None,
-    stop: Stop | None,
-    seconds: float,
-) -> RankOutcome:
-    """The outcome of a prefetch on one rank.
-
-    blocks: the names of its objects, by block.
-    there: the objects that are up.
-    """
-    moved = [i for i, names in enumerate(blocks) if there >= set(names)]
-    whole = len(moved) == len(blocks)
-    nbytes = sum(brought.get(name, 0) for names in blocks for name in names)
-    info = None if whole or error is None else ErrorInfo(error.reason, str(error))
-    return RankOutcome(rank, moved, nbytes, info, stop=None if whole else stop, storage_s=seconds)
