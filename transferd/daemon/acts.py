@@ -45,12 +45,11 @@ class Acts:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._kept: deque[tuple[float, ActReport]] = deque(maxlen=KEPT)
-        self._asked: dict[tuple[bytes, int], tuple[ActReport, dict[str, Any]]] = {}  # with what was wanted, as data
         self.reload_refused = ""
         self.would_not_start: Callable[[], str] = str
 
-    def asked(self, client: KnownClient, seq: int, body: Any) -> None:
-        """Remember who has asked for this, if it is an act, until it is answered."""
+    def done(self, client: KnownClient, body: Any, value: Any) -> None:
+        """Note what a client has asked for, if it is an act. value: the answer."""
         what = ACTS.get(type(body))
         if what is None or getattr(body, "dry_run", False):
             return
@@ -58,28 +57,15 @@ class Acts:
         wanted = {name: len(value) if isinstance(value, list) else value for name, value in fields.items()}
         wanted = {name: value for name, value in wanted.items() if value not in (None, "")}
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what, words, client.engine_name, *client.who, client.peer.decode(), 0.0)
-        self._asked[client.peer, seq] = report, wanted
-
-    def answered(self, client: KnownClient, seq: int, value: Any = None, *, refused: bool = False) -> None:
-        """Note the act that this answers, if it was one. value: the answer."""
-        one = self._asked.pop((client.peer, seq), None)
-        if one is None or refused:
-            return
-        report, wanted = one
         found = value if isinstance(value, dict) else {}
-        by = {"uid": report.uid, "pid": report.pid, "client": report.client}
-        log.info("act", act=report.what, engine=report.engine, by=by, wanted=wanted, **found)
-        self._kept.append((self._now(), report))
+        (uid, pid), name = client.who, client.peer.decode()
+        by = {"uid": uid, "pid": pid, "client": name}
+        log.info("act", act=what, engine=client.engine_name, by=by, wanted=wanted, **found)
+        self._kept.append((self._now(), ActReport(what, words, client.engine_name, uid, pid, name)))
 
     def noted(self, what: str, wanted: str) -> None:
         """Note an act that no client has asked for."""
         self._kept.append((self._now(), ActReport(what, wanted)))
-
-    def left(self, client: KnownClient) -> None:
-        """Forget what a client that is gone has asked for: it is cancelled."""
-        for key in [key for key in self._asked if key[0] == client.peer]:
-            del self._asked[key]
 
     def report(self) -> list[ActReport]:
         """The last acts, the newest first."""

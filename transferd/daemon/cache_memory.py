@@ -121,8 +121,7 @@ class CacheMemory:
         self.creator = creator
         self._epochs = epochs  # always rising; shared by all engines
         self.epoch = next(epochs)
-        self.cleared = False
-        self._cleared_by = CLEARED
+        self.cleared: ErrorInfo | None = None  # why the cache has no memory, and waits for `restore`
         self._core = core
         core.withdraws = self.lost
         self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(workers)]
@@ -132,7 +131,6 @@ class CacheMemory:
         self._mappings = Mappings(len(workers), core.mappings, now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
-        self._closed = False
         self._closing = asyncio.Event()
         self._closed_generations: dict[str, None] = {}  # the oldest first
 
@@ -152,7 +150,7 @@ class CacheMemory:
     def why(self) -> str:
         """Why memory prevents readiness; "" when every rank has its memory."""
         if self.cleared:
-            return self._cleared_by.message
+            return self.cleared.message
         if not self._started:
             return "the daemon is starting"
         if not self.missing:
@@ -164,7 +162,7 @@ class CacheMemory:
         return CacheReport(
             creator=str(self.creator),
             epoch=self.epoch,
-            cleared=self.cleared,
+            cleared=self.cleared is not None,
             missing=self.missing,
             owners=[None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
             **self._mappings.statistics(),
@@ -188,7 +186,6 @@ class CacheMemory:
 
     async def close(self) -> None:
         """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
-        self._closed = True
         self._closing.set()
         self._host_memory.set()
         if self._changes:
@@ -196,7 +193,7 @@ class CacheMemory:
 
     async def _announce(self) -> None:
         """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
-        if not self._started or self.missing or self.cleared or self._closed:
+        if not self._started or self.missing or self.cleared or self._closing.is_set():
             return
         if self._tokens is not None:
             await self._tokens.ready()
@@ -319,7 +316,7 @@ class CacheMemory:
         self._offering = [one for one in self._offering if one != client]
         lost = [rank for rank in self._ranks if rank.offer is not None and rank.offer.client == client]
         self._mappings.leave(client)
-        if lost and not self._closed:
+        if lost and not self._closing.is_set():
             numbers = [rank.number for rank in lost]
             log.warning("engine gone", engine=self._core.engine, ranks=numbers)
             for rank in lost:
@@ -339,7 +336,7 @@ class CacheMemory:
         if not rank.worker.context.device.addressable:
             return False
         ours = self.creator is Creator.DAEMON
-        if (ours or offer is not None) and not self._closed and rank.present:
+        if (ours or offer is not None) and not self._closing.is_set() and rank.present:
             pid = os.getpid() if offer is None else offer.owner.pid
             log.error("memory lost", engine=self._core.engine, rank=number, pid=pid, cause=cause)
             rank.present = False
@@ -360,14 +357,14 @@ class CacheMemory:
         except TransferError as error:  # the freed memory is no longer used, whatever still holds it
             log.warning("error while releasing memory", engine=self._core.engine, problem=str(error))
         said = ""
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 await self._restore(self._core.generation, same_weights=True, ours=True)
                 return
             except TransferError as error:
                 if error.reason in ("not_cleared", "shutdown"):  # a client has restored the cache, or we stop
                     return
-                self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
+                self.cleared = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
                 if str(error) != said:
                     said = str(error)
                     log.error("lost memory cannot be made again", engine=self._core.engine, problem=said)
@@ -411,8 +408,8 @@ class CacheMemory:
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
-                if lost is None and self._cleared_by is not CLEARED:  # a loss has cleared it, and now the engine has
-                    self._cleared_by = CLEARED
+                if lost is None and self.cleared is not CLEARED:  # a loss has cleared it, and now the engine has
+                    self.cleared = CLEARED
                     self._core.withdraw(CLEARED, end=False)
                     self.close_generations([self._core.generation], current=True)
                     self._core.memory_gone(stored=True)
@@ -422,9 +419,8 @@ class CacheMemory:
                 self._check_unmapped()
                 if self._tokens is not None:  # else nothing could be restored
                     self._tokens.check_generation(f"{self._core.generation}, and another")
-            self._cleared_by = lost or CLEARED
-            self._core.withdraw(self._cleared_by, end=False)
-            self.cleared = True
+            self.cleared = lost or CLEARED
+            self._core.withdraw(self.cleared, end=False)
             await self._core.empty()
             if lost is None:
                 self.close_generations([self._core.generation], current=True)
@@ -456,7 +452,7 @@ class CacheMemory:
         """ours: restore lost memory of the daemon's; raises `not_cleared` if an engine has cleared the cache."""
         async with self._change:
             self._check_change()
-            if not self.cleared or (ours and self._cleared_by is CLEARED):
+            if not self.cleared or (ours and self.cleared is CLEARED):
                 raise RequestError("the cache was not cleared", code="not_cleared")
             generation = self._next_generation() if named is None else named
             reopened = same_weights and generation in self._closed_generations
@@ -475,9 +471,9 @@ class CacheMemory:
             self._core.set_generation(generation)
             for rank in self._ranks:
                 rank.present = self.creator is Creator.DAEMON
-            self.cleared = False
+            self.cleared = None
             log.info("cache restored", engine=self._core.engine, epoch=self.epoch, generation=generation)
-            if not (self.missing or self._closed):
+            if not (self.missing or self._closing.is_set()):
                 self._core.announce_ready()
             return self.epoch
 
@@ -527,7 +523,7 @@ class CacheMemory:
         return self._ranks[number]
 
     def _check_change(self) -> None:
-        if self._closed:
+        if self._closing.is_set():
             raise TransferError("the daemon is shutting down", code="shutdown")
 
     def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

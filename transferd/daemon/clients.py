@@ -18,7 +18,6 @@ from transferd.daemon.engine import HostedEngine
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerPeer, ServerTransport
 
 SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
@@ -58,14 +57,10 @@ class KnownClient:
         return self.connection is not None and self.connection.observer
 
     @property
-    def credentials(self) -> Credentials | None:
-        """Those of its connection, from the kernel; None on tcp."""
-        return None if self.connection is None else self.connection.credentials
-
-    @property
     def who(self) -> tuple[int | None, int | None]:
-        """The user id and process that are connected; None and None on tcp."""
-        return (None, None) if self.credentials is None else (self.credentials.uid, self.credentials.pid)
+        """The user id and process that are connected, from the kernel; None and None on tcp."""
+        credentials = None if self.connection is None else self.connection.credentials
+        return (None, None) if credentials is None else (credentials.uid, credentials.pid)
 
     @property
     def uid(self) -> int | None:

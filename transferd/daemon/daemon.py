@@ -9,6 +9,7 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
 from transferd.daemon.health import HealthCheck
 from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.feed import KvEventFeed
+from transferd.daemon.kv_events.pool_watch import watch_pool
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
@@ -115,6 +118,7 @@ class Daemon:
         self.reports = self._build_reports(metrics)
         self.started_at = clock.monotonic()
         self._health = HealthCheck(self, self.listing, self._viewed)
+        self._pool_watch: asyncio.Task[None] | None = None
 
     def _build_reports(self, tasks: TaskMetrics) -> StatusServer:
         return StatusServer(
@@ -149,6 +153,9 @@ class Daemon:
         assert engine is not None
         return engine
 
+    def _feeds(self) -> list[KvEventFeed]:
+        return [engine.kv_events for engine in self.engines if engine.kv_events is not None]
+
     @property
     def host_bytes(self) -> int:
         """Host memory of all ranks: staging and host tiers."""
@@ -175,14 +182,16 @@ class Daemon:
                 replay_endpoint=self.events.replay_endpoint,
                 token_ids=self.config.events.token_ids,
             )
-        if (own := self.engines.own) is not None and own.kv_events is not None:
-            own.kv_events.start()
+        for feed in self._feeds():
+            feed.start()
         if self.tokens is not None:
             await self.tokens.open()
         elif self.storage is not None:
             await self.storage.open()
         if self.peers is not None:
             await self.peers.open()
+        if self.storage is not None and self.storage.pool is not None:
+            self._pool_watch = asyncio.get_running_loop().create_task(watch_pool(self.storage, self._feeds))
         for engine in self.engines:
             engine.storage_share = self.engines.holdings.share_of(None)
             self.engines.holdings.came(engine)
@@ -222,6 +231,8 @@ class Daemon:
         for engine in engines:
             if engine.kv_events is not None:
                 engine.kv_events.close()
+        if self._pool_watch is not None:
+            self._pool_watch.cancel()
         if self.events is not None:
             self.events.close()
         self._health.close()
@@ -262,10 +273,6 @@ class Daemon:
             shutdown.hanging += self.storage.abandon()
 
     # --- observers ----------------------------------------------------------------------------------
-
-    @property
-    def uptime_s(self) -> float:
-        return self.clock.monotonic() - self.started_at
 
     def report(self) -> Report:
         """The daemon's report as it is now."""

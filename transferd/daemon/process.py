@@ -114,7 +114,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     if hanging:
         log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
-    log.info("stopped", uptime_s=round(daemon.uptime_s, 3))
+    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
     return 0
 
 

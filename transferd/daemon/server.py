@@ -144,7 +144,6 @@ class Server:
             if not isinstance(body, Task):
                 if isinstance(body, WATCHED):
                     self._liveness.watch_process(peer)
-                self._engines.acts.asked(client, seq, body)
                 self._handle(client, seq, body)
             elif client.engine.coordinator.submit(peer, seq, body, again=client.behind) and request.ack:  # type: ignore[union-attr]
                 self._send(peer, seq, wire.Accepted())
@@ -162,7 +161,7 @@ class Server:
             if callable(answer):
                 self._later(client, seq, answer, body)
             else:
-                self._value(client, seq, answer)
+                self._value(client, seq, body, answer)
 
     def _observer_may(self, client: KnownClient, seq: int, body: wire.Body) -> bool:
         """Whether an observer may make this request now. If not, it gets a refusal."""
@@ -269,8 +268,8 @@ class Server:
 
     # --- answering ----------------------------------------------------------------------------------
 
-    def _value(self, client: KnownClient, seq: int, value: Any) -> None:
-        self._engines.acts.answered(client, seq, value)
+    def _value(self, client: KnownClient, seq: int, body: wire.ControlRequest, value: Any) -> None:
+        self._engines.acts.done(client, body, value)
         try:
             self._send(client.peer, seq, wire.Value(value))
         except (TypeError, ValueError, OverflowError) as error:
@@ -284,7 +283,6 @@ class Server:
 
         kind: the type of the request, if its refusal may be logged.
         """
-        self._engines.acts.answered(client, seq, refused=True)
         if kind in KEEP_OUT and error.reason not in TRIED_AGAIN:
             log.warning(KEEP_OUT[kind], **self._who(client.peer), code=error.reason, problem=str(error))
         permanent = isinstance(error, RequestError)
@@ -298,7 +296,7 @@ class Server:
         nbytes = held_bytes(body)
         self._check_waiting(client, nbytes)
         work = begin()
-        answer = self._answer(client, seq, work, type(body), again=client.behind)
+        answer = self._answer(client, seq, work, body, again=client.behind)
         task = asyncio.get_running_loop().create_task(answer)
         self._waiting.add(task)
         self._waiting_of[client.uid] += 1
@@ -319,11 +317,13 @@ class Server:
             what = f"{len(self._waiting)} requests are waiting already, {self._waiting_of[client.uid]} of this user"
             raise TransferError(what, code="too_many_requests")
 
-    async def _answer(self, client: KnownClient, seq: int, work: Work, kind: type, *, again: bool) -> None:
+    async def _answer(
+        self, client: KnownClient, seq: int, work: Work, body: wire.ControlRequest, *, again: bool
+    ) -> None:
         try:
-            self._value(client, seq, await work)
+            self._value(client, seq, body, await work)
         except Exception as error:  # noqa: BLE001 - as in _received
-            self._failed(client, seq, error, kind, again=again)
+            self._failed(client, seq, error, type(body), again=again)
 
     def _answered(self, client: KnownClient, seq: int, work: Work, nbytes: int, task: asyncio.Task[None]) -> None:
         self._bytes_of[client.uid] -= nbytes
@@ -367,7 +367,6 @@ class Server:
         if client is None:
             return
         self._liveness.left(peer)
-        self._engines.acts.left(client)
         for task in client.waiting:
             task.cancel()
         self._engines.leave(client, how)

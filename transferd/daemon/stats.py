@@ -34,7 +34,6 @@ from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
-OF_DISPATCHER = ("tasks", "queued", "running", "straggling", "paused", "draining", "rejects")  # in an engine's section
 SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
 
 S = TypeVar("S", bound=rows.StoreFigures)
@@ -185,10 +184,18 @@ def _engine(
         model=engine.config.storage.model,
         generation=engine.dispatcher.generation,
         fingerprint=_fingerprint(engine),
-        **{name: getattr(cache, name) for name in ("epoch", "missing", "owners")},
+        epoch=cache.epoch,
+        missing=cache.missing,
+        owners=cache.owners,
         unattached=unattached,
         unattached_s=unattached_s,
-        **{name: getattr(dispatch, name) for name in OF_DISPATCHER},
+        tasks=dispatch.tasks,
+        queued=dispatch.queued,
+        running=dispatch.running,
+        straggling=dispatch.straggling,
+        paused=dispatch.paused,
+        draining=dispatch.draining,
+        rejects=dispatch.rejects,
         errors=dict(log.errors.get(engine.name, ())),
         hits=log.found[engine.name],
         misses=log.missing[engine.name],

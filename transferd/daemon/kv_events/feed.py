@@ -103,8 +103,6 @@ class KvEventFeed:
         """Begin to announce again what an earlier life has announced and storage still has."""
         if self._remembered is not None:
             self._again = asyncio.get_running_loop().create_task(self._announce_again(self._remembered))
-        if self._departures.pool_watch is not None:
-            self._departures.pool_watch.add(self._announced_objects)
 
     def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
@@ -123,8 +121,6 @@ class KvEventFeed:
             self.sockets.exclude(self._announced)
         if self._peers is not None:
             self._peers.close()
-        if self._departures.pool_watch is not None:
-            self._departures.pool_watch.remove(self._announced_objects)
         self._departures.forget(self._departed)
         self._departures.forget(self._moved)
 
@@ -218,7 +214,8 @@ class KvEventFeed:
             gone = not self._reports and levels is not None and not levels.having(name)
             (self.residency.object_left if gone else self.residency.object_moved)(block)
 
-    def _announced_objects(self) -> Iterator[list[str]]:
+    def objects(self) -> Iterator[list[str]]:
+        """The names of all announced objects, a few hundred at a time."""
         digests, parts = [digest for digest, _ in self.residency.stored()], self._objects.parts
         for start in range(0, len(digests), LOOKED_AT):
             names = (name for digest in digests[start : start + LOOKED_AT] for name in self._names(digest))
