@@ -621,7 +621,7 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
             for rank in range(2):
                 await cache.offer(second, rank, from_me(engine.handle(rank)), cache.epoch)
         # The first connection is really gone: a client that is there offers again what it sees missing.
-        await until(lambda: not daemon.server._clients, "the first connection is given up")
+        await until(lambda: not daemon.server.clients, "the first connection is given up")
         async with cache._change:  # whatever that has begun is done
             pass
         assert cache.missing == []

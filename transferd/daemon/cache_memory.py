@@ -98,37 +98,32 @@ class _RankMemory:
     offer: _MappedOffer | None = None
 
 
+@dataclass(eq=False, repr=False)
 class CacheMemory:
-    """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time."""
+    """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time.
 
-    def __init__(
-        self,
-        workers: Sequence[RankWorker],
-        core: Coordinator,
-        creator: Creator,
-        *,
-        tokens: TokenStorage | None,
-        next_generation: Callable[[], str],
-        epochs: Iterator[int],
-        now: Callable[[], float],
-    ) -> None:
-        """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
+    tokens: token-indexed storage, if any, which must become ready once every rank has memory.
+    next_generation: returns the generation to restore if the request names none.
+    epochs: always rising; shared by all engines.
+    """
 
-        next_generation: returns the generation to restore if the request names none.
-        """
-        self._tokens = tokens
-        self._next_generation = next_generation
-        self.creator = creator
-        self._epochs = epochs  # always rising; shared by all engines
-        self.epoch = next(epochs)
+    workers: Sequence[RankWorker]
+    core: Coordinator
+    creator: Creator
+    tokens: TokenStorage | None
+    next_generation: Callable[[], str]
+    epochs: Iterator[int]
+    now: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.epoch = next(self.epochs)
         self.cleared: ErrorInfo | None = None  # why the cache has no memory, and waits for `restore`
-        self._core = core
-        core.withdraws = self.lost
-        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(workers)]
+        self.core.withdraws = self.lost
+        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(self.workers)]
         self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(workers), core.mappings, now)
+        self._mappings = Mappings(len(self.workers), self.core.mappings, self.now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closing = asyncio.Event()
@@ -195,9 +190,9 @@ class CacheMemory:
         """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
         if not self._started or self.missing or self.cleared or self._closing.is_set():
             return
-        if self._tokens is not None:
-            await self._tokens.ready()
-        self._core.announce_ready()
+        if self.tokens is not None:
+            await self.tokens.ready()
+        self.core.announce_ready()
 
     # --- sharing ------------------------------------------------------------------------------------
 
@@ -272,7 +267,7 @@ class CacheMemory:
                     return CHECKED
                 rank.offer, rank.present = offer, True
                 self._mappings.offer(rank.number, DeviceHandle(kept.kind, memory_named(kept.data)))
-                log.info("memory attached", engine=self._core.engine, rank=rank.number, kind=kept.kind, pid=owner.pid)
+                log.info("memory attached", engine=self.core.engine, rank=rank.number, kind=kept.kind, pid=owner.pid)
                 try:
                     await self._announce()
                 except TransferError:
@@ -305,9 +300,9 @@ class CacheMemory:
             what = f"rank {rank.number} has its memory from process {had.owner.pid} already, not from {offer.owner.pid}"
             raise RequestError(what, code="already_attached")
         what = f"the engine has replaced the memory of rank {rank.number}"
-        log.warning("memory replaced", engine=self._core.engine, rank=rank.number, pid=offer.owner.pid)
-        self._core.withdraw(ErrorInfo("not_attached", what), end=True)
-        await self._core.empty()
+        log.warning("memory replaced", engine=self.core.engine, rank=rank.number, pid=offer.owner.pid)
+        self.core.withdraw(ErrorInfo("not_attached", what), end=True)
+        await self.core.empty()
         await self._withdraw([rank])
         return False
 
@@ -318,11 +313,11 @@ class CacheMemory:
         self._mappings.leave(client)
         if lost and not self._closing.is_set():
             numbers = [rank.number for rank in lost]
-            log.warning("engine gone", engine=self._core.engine, ranks=numbers)
+            log.warning("engine gone", engine=self.core.engine, ranks=numbers)
             for rank in lost:
                 rank.worker.leaving()
             what = f"the engine that owned the memory of {_ranks(numbers)} has gone"
-            self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
+            self.core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
             self._begin(self._let_go(lambda offer: offer.client == client))
 
     def lost(self, number: int, cause: str) -> bool:
@@ -338,12 +333,12 @@ class CacheMemory:
         ours = self.creator is Creator.DAEMON
         if (ours or offer is not None) and not self._closing.is_set() and rank.present:
             pid = os.getpid() if offer is None else offer.owner.pid
-            log.error("memory lost", engine=self._core.engine, rank=number, pid=pid, cause=cause)
+            log.error("memory lost", engine=self.core.engine, rank=number, pid=pid, cause=cause)
             rank.present = False
             rank.worker.leaving()
             remedy = "it is made anew, attach again" if ours else "offer other memory"
             error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
-            self._core.withdraw(error, end=True)
+            self.core.withdraw(error, end=True)
             self._begin(self._made_anew(error) if ours else self._let_go(lambda held: held is offer))
         return True
 
@@ -355,11 +350,11 @@ class CacheMemory:
         try:
             await self._clear(lost)
         except TransferError as error:  # the freed memory is no longer used, whatever still holds it
-            log.warning("error while releasing memory", engine=self._core.engine, problem=str(error))
+            log.warning("error while releasing memory", engine=self.core.engine, problem=str(error))
         said = ""
         while not self._closing.is_set():
             try:
-                await self._restore(self._core.generation, same_weights=True, ours=True)
+                await self._restore(self.core.generation, same_weights=True, ours=True)
                 return
             except TransferError as error:
                 if error.reason in ("not_cleared", "shutdown"):  # a client has restored the cache, or we stop
@@ -367,20 +362,20 @@ class CacheMemory:
                 self.cleared = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
                 if str(error) != said:
                     said = str(error)
-                    log.error("lost memory cannot be made again", engine=self._core.engine, problem=said)
+                    log.error("lost memory cannot be made again", engine=self.core.engine, problem=said)
             with contextlib.suppress(TimeoutError):
                 await wait_for(self._closing.wait(), AGAIN_S)
 
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
-            await self._core.empty()
+            await self.core.empty()
             await self._withdraw([rank for rank in self._ranks if rank.offer is not None and which(rank.offer)])
             with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
     async def _withdraw(self, ranks: Sequence[_RankMemory]) -> None:
         """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
-        self._core.memory_gone(stored=False)
+        self.core.memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
         for rank in ranks:
             rank.offer, rank.present = None, False
@@ -410,30 +405,30 @@ class CacheMemory:
             if self.cleared:
                 if lost is None and self.cleared is not CLEARED:  # a loss has cleared it, and now the engine has
                     self.cleared = CLEARED
-                    self._core.withdraw(CLEARED, end=False)
-                    self.close_generations([self._core.generation], current=True)
-                    self._core.memory_gone(stored=True)
+                    self.core.withdraw(CLEARED, end=False)
+                    self.close_generations([self.core.generation], current=True)
+                    self.core.memory_gone(stored=True)
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
                 self._check_unmapped()
-                if self._tokens is not None:  # else nothing could be restored
-                    self._tokens.check_generation(f"{self._core.generation}, and another")
+                if self.tokens is not None:  # else nothing could be restored
+                    self.tokens.check_generation(f"{self.core.generation}, and another")
             self.cleared = lost or CLEARED
-            self._core.withdraw(self.cleared, end=False)
-            await self._core.empty()
+            self.core.withdraw(self.cleared, end=False)
+            await self.core.empty()
             if lost is None:
-                self.close_generations([self._core.generation], current=True)
-            self._core.memory_gone(stored=lost is None)
-            self.epoch = next(self._epochs)
+                self.close_generations([self.core.generation], current=True)
+            self.core.memory_gone(stored=lost is None)
+            self.epoch = next(self.epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
             self._mappings.clear()
-            self._core.epoch_began()
+            self.core.epoch_began()
             try:
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
             finally:
-                core = self._core
+                core = self.core
                 log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)
             return self.epoch
 
@@ -454,27 +449,27 @@ class CacheMemory:
             self._check_change()
             if not self.cleared or (ours and self.cleared is CLEARED):
                 raise RequestError("the cache was not cleared", code="not_cleared")
-            generation = self._next_generation() if named is None else named
+            generation = self.next_generation() if named is None else named
             reopened = same_weights and generation in self._closed_generations
             if reopened:
                 del self._closed_generations[generation]
             self.check_generation(generation)
             try:
                 await every(self._recreate(rank.worker) for rank in self._ranks)
-                if self._tokens is not None and self.creator is Creator.DAEMON:
-                    await self._tokens.ready()
+                if self.tokens is not None and self.creator is Creator.DAEMON:
+                    await self.tokens.ready()
             except TransferError:
                 if reopened:
                     self.close_generations([generation], current=True)
                 await every(self._given_up(rank, rank.worker.free()) for rank in self._ranks)
                 raise
-            self._core.set_generation(generation)
+            self.core.set_generation(generation)
             for rank in self._ranks:
                 rank.present = self.creator is Creator.DAEMON
             self.cleared = None
-            log.info("cache restored", engine=self._core.engine, epoch=self.epoch, generation=generation)
+            log.info("cache restored", engine=self.core.engine, epoch=self.epoch, generation=generation)
             if not (self.missing or self._closing.is_set()):
-                self._core.announce_ready()
+                self.core.announce_ready()
             return self.epoch
 
     async def _recreate(self, worker: RankWorker) -> None:
@@ -485,12 +480,12 @@ class CacheMemory:
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
         self.check_generation(generation)
-        self._core.set_generation(generation)
+        self.core.set_generation(generation)
 
     def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
         """Accept none of these generations again. current: close the served one as well, if it is among them."""
         for generation in generations:
-            if current or generation != self._core.generation:
+            if current or generation != self.core.generation:
                 self._closed_generations.pop(generation, None)
                 self._closed_generations[generation] = None
         for oldest in list(self._closed_generations)[: max(0, len(self._closed_generations) - MOST_CLOSED)]:
@@ -505,8 +500,8 @@ class CacheMemory:
                 f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
             )
             raise RequestError(what, code="closed_generation")
-        if self._tokens is not None:
-            self._tokens.check_generation(generation)
+        if self.tokens is not None:
+            self.tokens.check_generation(generation)
 
     def _check_unmapped(self) -> None:
         for rank in self._ranks:
@@ -545,7 +540,7 @@ class CacheMemory:
         """Log a failed change that no caller waits for any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
             what = "a change of the cache failed after its client had gone"
-            log.warning(what, engine=self._core.engine, problem=str(error))
+            log.warning(what, engine=self.core.engine, problem=str(error))
 
     async def _given_up(self, rank: _RankMemory, closing: Awaitable[object]) -> None:
         """Close memory that is no longer used, and only log an error."""
@@ -553,7 +548,7 @@ class CacheMemory:
             await closing
         except TransferError as error:
             what = "error while releasing memory"
-            log.warning(what, engine=self._core.engine, rank=rank.number, problem=str(error))
+            log.warning(what, engine=self.core.engine, rank=rank.number, problem=str(error))
 
 
 def _ranks(numbers: list[int]) -> str:

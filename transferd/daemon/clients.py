@@ -12,7 +12,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from transferd.daemon.engine import HostedEngine
 from transferd.observability.recorder import Recorder
@@ -92,6 +91,10 @@ class Clients:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._peers))
+
+    def of(self, engine: str) -> Iterator[KnownClient]:
+        """The clients that name this engine, or, if it is "", all; the oldest first."""
+        return (client for client in self._peers.values() if engine in ("", client.engine_name))
 
     def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]
@@ -175,23 +178,6 @@ class Clients:
         again = wire.Refused(ErrorInfo(wire.STALE_SESSION, f"{why}; say Hello"))
         for peer in list(peers):
             self.send(peer, 0, again)
-
-    def rows(self, limit: int, now: float, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` connected clients and how long each is connected; uid and pid, but None on tcp.
-
-        engine: only clients of this engine; "" for all.
-        """
-        rows: list[dict[str, Any]] = []
-        for peer, client in self._peers.items():
-            if engine not in ("", client.engine_name):
-                continue
-            if len(rows) == limit:
-                break
-            uid, pid = client.who
-            row = {"client": peer.decode(), "engine": client.engine_name, "peer": self.where(peer)}
-            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
-            rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times)
-        return rows
 
     def where(self, peer: bytes) -> str:
         """Where a peer connects from, for a log; "" if unknown."""

@@ -142,7 +142,7 @@ class Daemon:
             stats=lambda: self._viewed.made(_for_the_wire),
             explain=self.explain,
             peers=self.peers,
-            process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else None,
+            process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             hello_arrived=lambda: self._health.hello_arrived(),
         )
 

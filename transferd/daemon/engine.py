@@ -106,44 +106,40 @@ class Registrant:
     pid: int | None
 
 
+@dataclass(eq=False, repr=False)
 class HostedEngine:
     """All parts of one engine. Owns every one of them; borrows `shared`.
 
+    To make one allocates host memory, perhaps in a thread. Raises ConfigError, TierError.
+
+    registration: None for [cache].
+    epochs: never yields a number twice.
     renamed: called with this engine and the generation that it no longer serves.
     """
 
-    renamed: Callable[[HostedEngine, str], None] = staticmethod(lambda _engine, _before: None)
+    name: str
+    plan: EnginePlan
+    shared: Shared
+    total: Total
+    epochs: Iterator[int]
+    registration: Registrant | None = None
+    renamed: Callable[[HostedEngine, str], None] = lambda _engine, _before: None
 
-    def __init__(
-        self,
-        name: str,
-        plan: EnginePlan,
-        shared: Shared,
-        total: Total,
-        epochs: Iterator[int],
-        registration: Registrant | None = None,
-    ) -> None:
-        """Build, and allocate host memory. May run in a thread.
-
-        epochs: never yields a number twice. registration: None for [cache]. Raises ConfigError, TierError.
-        """
-        self.name = name
+    def __post_init__(self) -> None:
+        name, plan, shared, registration = self.name, self.plan, self.shared, self.registration
         self.token = "" if registration is None else registration.asked.token  # "" for the engine of [cache]
         self.digest = digest(self.token)  # stands for the token in reports
         # The only user whose processes may speak for this engine; None for any.
         self.uid = None if registration is None else registration.uid
         self.owner = EngineOwner(name, self.uid)  # of its objects in storage
-        self.plan = plan
         self.config = config = plan.config
         self.block_size = config.geometry.block_size  # tokens of a block, as configured
-        self.registration = registration
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
         self.nbytes, self.configured = plan.sizes.memory, plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
-        self._total, self._epochs, self._shared = total, epochs, shared
         self.recorder = shared.recorder.of(name)
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
@@ -188,12 +184,12 @@ class HostedEngine:
     def _build_dispatcher(self, generation: str) -> Dispatcher:
         return Dispatcher(
             self._limits(),
-            boot_id=self._shared.boot_id,
+            boot_id=self.shared.boot_id,
             generation=generation,
             recorder=self.recorder,
             admitting=False,
-            total=self._total,
-            ranges=self._shared.ranges,
+            total=self.total,
+            ranges=self.shared.ranges,
         )
 
     def _limits(self) -> Limits:
@@ -205,7 +201,7 @@ class HostedEngine:
             device_blocks=layout.device_blocks,
             host_blocks=layout.host_blocks,
             block_bytes=layout.block_bytes,
-            storage=self._shared.storage is not None or self.tokens is not None,
+            storage=self.shared.storage is not None or self.tokens is not None,
             direct=config.pd.mode == "direct",
             token_block=0 if self.tokens is None else config.geometry.block_size,
             only_flush=self.plan.only_flush,
@@ -221,7 +217,7 @@ class HostedEngine:
         )
 
     def _build_rank(self, rank: int) -> RankWorker:
-        config, layout, shared = self.config, self.layout, self._shared
+        config, layout, shared = self.config, self.layout, self.shared
         device = create_device_tier(config, layout, rank, shared.threads)
         pinning = create_pinning(config, rank)
         staging = Staging(
@@ -276,8 +272,8 @@ class HostedEngine:
             creator(self.config),
             tokens=self.tokens,
             next_generation=lambda: generation_of(file) if file else self.dispatcher.generation,
-            epochs=self._epochs,
-            now=self._shared.clock.monotonic,
+            epochs=self.epochs,
+            now=self.shared.clock.monotonic,
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -311,7 +307,7 @@ class HostedEngine:
         """Why this engine's tasks are refused now; "" if they are not."""
         if not self.coordinator.ready:
             return self.cache.why or "the daemon is stopping, or a rank has died"
-        return "" if self._shared.storage is None else self._shared.storage.unusable()
+        return "" if self.shared.storage is None else self.shared.storage.unusable()
 
     @property
     def why_not_served(self) -> str:
@@ -323,20 +319,20 @@ class HostedEngine:
 
     def unattached(self) -> tuple[list[int], float | None]:
         """Ranks without attached or offered memory, and for how many seconds a client has needed it."""
-        came = self._shared.clients.in_need_since(self.clients)
+        came = self.shared.clients.in_need_since(self.clients)
         ranks, since = self.cache.unattached
         if not ranks or came is None:
             return ranks, None
-        return ranks, self._shared.clock.monotonic() - max(came, since)
+        return ranks, self.shared.clock.monotonic() - max(came, since)
 
     def _looked_up(self, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
-        self._shared.tasks.looked_up(self.name, blocks, found)
+        self.shared.tasks.looked_up(self.name, blocks, found)
         if keys:
-            self._shared.traffic.looked_up(self, keys, missing)
+            self.shared.traffic.looked_up(self, keys, missing)
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
-        tasks = self._shared.tasks
-        self._shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
+        tasks = self.shared.tasks
+        self.shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
         tasks.ended(self.name, task, result, ran)
         if self.kv_events is not None:
             self.kv_events.task_ended(task, result)
@@ -351,7 +347,7 @@ class HostedEngine:
         self.renamed(self, before)
 
     def _epoch_began(self) -> None:
-        self._shared.clients.say_hello(self.clients, "the cache was cleared")
+        self.shared.clients.say_hello(self.clients, "the cache was cleared")
 
     @property
     def returns(self) -> bool | None:
@@ -361,7 +357,7 @@ class HostedEngine:
         """
         if self.cache.creator is Creator.ENGINE:
             return True if self.holders else None if self.registration is None else False
-        return self._shared.clients.return_to(self.clients)
+        return self.shared.clients.return_to(self.clients)
 
     def ranks(self, dispatch: DispatchStatistics) -> list[RankReport]:
         """Its ranks as a report has them. dispatch: its dispatcher's statistics."""

@@ -17,7 +17,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import MAX_MATCH_KEYS, keys_bytes
+from transferd.daemon.lookup import check_keys, keys_bytes, needed
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.base import Storage
@@ -104,16 +104,12 @@ class EnginePrefetches:
     @property
     def _prefetcher(self) -> Prefetcher | None:
         """The storage's prefetcher; None without levels. Raises RequestError without storage."""
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        levels = self._storage.levels
+        levels = needed(self._storage).levels
         return None if levels is None else levels.prefetcher
 
     def _begin(self, key: Key, asked: wire.Prefetch) -> Running:
         engine = key[0]
-        if len(asked.keys) > MAX_MATCH_KEYS:
-            what = f"{len(asked.keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
-            raise RequestError(what, code="too_many_keys")
+        check_keys(asked.keys)
         others = [one.nbytes for (other, _), one in self._running.items() if other is engine]
         nbytes = keys_bytes(asked.keys)
         if others and (len(others) >= MOST or sum(others) + nbytes > MOST_BYTES):

@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -45,37 +46,31 @@ TURNED_AWAY_EVERY_S = 10.0  # between log lines about tasks that clients turned 
 OTHER_CONNECTION = "from a session of another connection; send Hello"
 
 
+@dataclass(eq=False, repr=False)
 class Server:
-    """Speaks the protocol with every client of one transport. Owns the transport from `start` to `close`."""
+    """Speaks the protocol with every client of one transport. Owns the transport from `start` to `close`.
 
-    def __init__(
-        self,
-        clients: Clients,
-        engines: Engines,
-        listing: Listing,
-        section: ServerSection,
-        clock: Clock,
-        *,
-        stats: Callable[[], Any],
-        explain: Callable[[str, str, str], dict[str, Any]],
-        peers: PeerTransport | None = None,
-        process: dict[str, Any] | None = None,
-        hello_arrived: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Receive nothing before `start`.
+    process: the daemon's, so that clients can notice that it has ended; empty for a simulated one.
+    hello_arrived: called for each Hello of a client.
+    listing, stats, explain: see Requests.
+    """
 
-        process: the daemon's, so that clients can notice that it has ended.
-        hello_arrived: called for each Hello of a client.
-        listing, stats, explain: see Requests.
-        """
-        self._recorder = clients.recorder
-        self._hello_arrived = hello_arrived
-        self._transport = clients.transport
-        self._clients, self._engines = clients, engines
-        self._peers, self._process = peers, process or {}
-        self._max_message = section.max_message
+    clients: Clients
+    engines: Engines
+    listing: Listing
+    section: ServerSection
+    clock: Clock
+    stats: Callable[[], Any]
+    explain: Callable[[str, str, str], dict[str, Any]]
+    peers: PeerTransport | None = None
+    process: dict[str, Any] = field(default_factory=dict)
+    hello_arrived: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        clients, section = self.clients, self.section
+        self._recorder, self._transport = clients.recorder, clients.transport
         self._looks = Bucket(section.observer_rate, burst=2 * section.observer_rate)
-        self._now = clock.monotonic
+        self._now = self.clock.monotonic
         self._liveness = Liveness(clients, section.client_timeout, self._now, self._forget)
         self._waiting: set[asyncio.Task[None]] = set()
         self._waiting_of: Counter[int | None] = Counter()  # by user id
@@ -86,7 +81,7 @@ class Server:
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
-        self._handlers = Requests(clients, engines, listing, stats, explain).handlers()
+        self._handlers = Requests(clients, self.engines, self.listing, self.stats, self.explain).handlers()
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
@@ -104,12 +99,12 @@ class Server:
 
     def statistics(self) -> ServerReport:
         return ServerReport(
-            clients=self._clients.connected,
+            clients=self.clients.connected,
             clients_lost=self._liveness.lost,
             waiting=len(self._waiting),
             waiting_bytes=self._bytes_of.total(),
             messages=self._messages,
-            undeliverable=self._clients.undeliverable,
+            undeliverable=self.clients.undeliverable,
             rejects=dict(self._rejects),
             turned_away=dict(self._turned_away),
             not_stored=dict(self._not_stored),
@@ -120,11 +115,11 @@ class Server:
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
         try:
-            request = wire.decode_request(payload, self._max_message)
+            request = wire.decode_request(payload, self.section.max_message)
         except wire.Malformed as error:
             self._refuse(peer, error)
             return
-        client = self._clients.get(peer) or self._meet(peer)
+        client = self.clients.get(peer) or self._meet(peer)
         client.seen_at = self._now()
         seq, body = request.seq, request.body
         if client.observer and not self._observer_may(client, seq, body):
@@ -134,12 +129,12 @@ class Server:
             if not client.first_session <= request.session < client.session:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
-            self._clients.tell_of_session(client)
+            self.clients.tell_of_session(client)
         if not client.belongs and not isinstance(body, wire.OfAnyone) and not self._bound(client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._liveness.watch_process(peer)
-            self._engines.hold(client)
+            self.engines.hold(client)
         try:
             if not isinstance(body, Task):
                 if isinstance(body, WATCHED):
@@ -179,7 +174,7 @@ class Server:
     def _bound(self, client: KnownClient, seq: int, body: wire.Body) -> bool:
         """Whether this client may make this request of its engine. If not, it gets a refusal."""
         try:
-            self._engines.bound(client, control=isinstance(body, wire.OfUser))
+            self.engines.bound(client, control=isinstance(body, wire.OfUser))
         except RequestError as error:
             if not client.behind:
                 self._refuse(client.peer, _malformed(str(error), error.reason, seq, body))
@@ -189,9 +184,9 @@ class Server:
     def _refuse(self, peer: bytes, error: wire.Malformed) -> None:
         """Answer a bad message: with a result if it is a task, else with a refusal."""
         self._rejects[error.reason] += 1
-        client = self._clients.get(peer)
+        client = self.clients.get(peer)
         bound = None if client is None else client.engine  # any client may name any engine and any task
-        engine = self._engines.own if client is None else bound  # whose generation a result names
+        engine = self.engines.own if client is None else bound  # whose generation a result names
         recorder = self._recorder if bound is None else bound.recorder
         recorder.aside("" if bound is None else error.task_id or "", "bad message", error.reason, peer)
         if not (stale := error.reason == wire.STALE_SESSION):  # happens to good clients after a broken connection
@@ -199,14 +194,14 @@ class Server:
         info = ErrorInfo(error.reason, str(error))
         if error.task_id is None:
             refused = wire.Refused(info, permanent=not stale and error.reason != OutOfMemory.code)
-            (self._clients.refuse_stale if stale else self._send)(peer, error.seq, refused)
+            (self.clients.refuse_stale if stale else self._send)(peer, error.seq, refused)
             return
         result = TaskResult(
             task_id=error.task_id,
             status=Status.FAILED if error.reason == OutOfMemory.code else Status.REJECTED,
             error=info,
             generation="" if engine is None else engine.coordinator.generation,
-            boot_id=self._clients.boot_id,
+            boot_id=self.clients.boot_id,
         )
         self._send(peer, error.seq, wire.Result(result))
 
@@ -214,40 +209,40 @@ class Server:
         log.warning("request refused", reason=reason, **self._who(peer))
 
     def _who(self, peer: bytes) -> dict[str, str | None]:
-        where = self._clients.where(peer)
-        return {"engine": self._clients.engine_of(peer), "client": peer.decode(), "peer": where}
+        where = self.clients.where(peer)
+        return {"engine": self.clients.engine_of(peer), "client": peer.decode(), "peer": where}
 
     # --- requests -----------------------------------------------------------------------------------
 
     def _hello(self, client: KnownClient, seq: int, hello: wire.Hello) -> None:
-        self._hello_arrived()
+        self.hello_arrived()
         client.hello_requested = False
         if client.session not in client.welcomed:
             client.welcomed.append(client.session)
-        self._engines.join(client, hello)
+        self.engines.join(client, hello)
         if not client.observer:  # an observer pushes no tasks, and must not move counters
             self._count_turned_away(client, hello.turned_away)
             self._not_stored += {reason: hello.not_stored.get(reason, 0) for reason in NOT_STORED}
         engine = client.engine
         own = engine if client.belongs else None
         welcome = wire.Welcome(
-            boot_id=self._clients.boot_id,
+            boot_id=self.clients.boot_id,
             ready=own is not None and own.coordinator.ready,
             version=VERSION,
             generation="" if engine is None else engine.coordinator.generation,
-            max_message=self._max_message,
+            max_message=self.section.max_message,
             session=client.session,
             block_size=0 if engine is None else engine.block_size,
-            pd_mode="storage" if self._peers is None else "direct",
-            pd_address="" if self._peers is None else self._peers.address,
+            pd_mode="storage" if self.peers is None else "direct",
+            pd_address="" if self.peers is None else self.peers.address,
             missing=[] if own is None else own.cache.missing,
-            why=self._engines.absent(client) if own is None else own.why_not_ready,
+            why=self.engines.absent(client) if own is None else own.why_not_ready,
             epoch=0 if own is None else own.cache.epoch,
             engine=client.engine_name,
             registration="" if own is None else own.token,
             registered=0 if own is None else own.first_epoch,
-            process=self._process,
-            passing=bool(self._process),
+            process=self.process,
+            passing=bool(self.process),
             configured=None if own is None else own.configured,
             identity=None if engine is None else engine.identity,
             refused=client.refused,
@@ -269,7 +264,7 @@ class Server:
     # --- answering ----------------------------------------------------------------------------------
 
     def _value(self, client: KnownClient, seq: int, body: wire.ControlRequest, value: Any) -> None:
-        self._engines.acts.done(client, body, value)
+        self.engines.acts.done(client, body, value)
         try:
             self._send(client.peer, seq, wire.Value(value))
         except (TypeError, ValueError, OverflowError) as error:
@@ -333,7 +328,7 @@ class Server:
             del self._waiting_of[client.uid], self._bytes_of[client.uid]
         client.waiting.discard(task)
         work.close()  # if the task was cancelled before its first step, `work` never began
-        if task.cancelled() and self._clients.get(client.peer) is not None:  # else the client is gone
+        if task.cancelled() and self.clients.get(client.peer) is not None:  # else the client is gone
             self._refused(client, seq, TransferError("the daemon is shutting down", code="shutdown"))
 
     def _failed(self, client: KnownClient, seq: int, error: Exception, kind: type, *, again: bool) -> None:
@@ -349,7 +344,7 @@ class Server:
     # --- clients ------------------------------------------------------------------------------------
 
     def _meet(self, peer: bytes) -> KnownClient:
-        client = self._clients.meet(peer, self._now())
+        client = self.clients.meet(peer, self._now())
         self._liveness.came()
         return client
 
@@ -358,18 +353,18 @@ class Server:
 
         Such a client has until it counts as silent to come again on another connection.
         """
-        client = self._clients.get(peer)
+        client = self.clients.get(peer)
         if client is not None and not client.holds:
             self._forget(peer)
 
     def _forget(self, peer: bytes, how: str = "has left") -> None:
-        client = self._clients.leave(peer)
+        client = self.clients.leave(peer)
         if client is None:
             return
         self._liveness.left(peer)
         for task in client.waiting:
             task.cancel()
-        self._engines.leave(client, how)
+        self.engines.leave(client, how)
 
 
 def _malformed(problem: str, code: str, seq: int, body: wire.Body) -> wire.Malformed:

@@ -28,8 +28,10 @@ device block twice.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -161,6 +163,7 @@ class _Pool:
 KeysOf = Callable[[ReadStorageTask | WriteStorageTask], Sequence[str]]
 
 
+@dataclass(eq=False, repr=False)
 class Residency:
     """Turns task results into events; see the module's theory of operation.
 
@@ -173,34 +176,22 @@ class Residency:
     changed: called when there are events to drain, once until `drain`.
     """
 
-    def __init__(
-        self,
-        objects: ObjectFormat,
-        *,
-        block_size: int,
-        max_blocks: int,
-        token_ids: bool = True,
-        keys_of: KeysOf = lambda task: task.keys,
-        only_flush: bool = False,
-        holds: Callable[[str], bool] = lambda _: True,
-        reports_departures: bool = False,
-        levels: Sequence[str] = (),
-        levels_of: Callable[[str], int] = lambda _: 0,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._objects = objects
-        self.block_size = block_size
-        self._max_blocks = max_blocks
-        self._token_ids = token_ids
-        self._keys_of = keys_of
-        self._only_flush = only_flush
-        self._holds = holds
-        self._reports_departures = reports_departures
-        self._levels_of = levels_of
-        self._changed = changed
+    objects: ObjectFormat
+    block_size: int
+    max_blocks: int
+    token_ids: bool = True
+    keys_of: KeysOf = operator.attrgetter("keys")
+    only_flush: bool = False
+    holds: Callable[[str], bool] = lambda _: True
+    reports_departures: bool = False
+    levels: Sequence[str] = ()
+    levels_of: Callable[[str], int] = lambda _: 0
+    changed: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._device, self._host = _Pool(MEDIUM_GPU), _Pool(MEDIUM_CPU)
         self._stored: OrderedDict[str, Block] = OrderedDict()  # by digest, longest unused first
-        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in levels}  # of those, by medium
+        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in self.levels}  # of those
         self._events: list[KvEvent] = []
         self._fresh: list[tuple[str, Block]] = []
 
@@ -215,12 +206,10 @@ class Residency:
             self._wrote(task, result, current=current)
         elif isinstance(task, ReadStorageTask):
             self._read(task, result, current=current)
-        elif isinstance(task, SwapOutTask):
-            moves = zip(task.gpu_block_ids, task.cpu_block_ids, strict=True)
-            self._swapped(list(moves), self._device, self._host, result, current=current)
         else:
-            moves = zip(task.cpu_block_ids, task.gpu_block_ids, strict=True)
-            self._swapped(list(moves), self._host, self._device, result, current=current)
+            device, host = (task.gpu_block_ids, self._device), (task.cpu_block_ids, self._host)
+            ends = (device, host) if isinstance(task, SwapOutTask) else (host, device)
+            self._swapped(*ends, result, current=current)
 
     def object_left(self, digest: str) -> None:
         """Retract a block because a rank's object of the current generation has left storage."""
@@ -233,7 +222,7 @@ class Residency:
         block = self._stored.get(digest)
         if block is None or not self._at:
             return
-        hash_, there = block.hash, self._levels_of(digest)
+        hash_, there = block.hash, self.levels_of(digest)
         for number, (medium, at) in enumerate(self._at.items()):
             if there >> number & 1 and digest not in at:
                 at[digest] = hash_
@@ -288,13 +277,13 @@ class Residency:
     # --- tasks --------------------------------------------------------------------------------------
 
     def _wrote(self, task: WriteStorageTask, result: TaskResult, *, current: bool) -> None:
-        ids, keys = task.block_ids, self._keys_of(task)
+        ids, keys = task.block_ids, self.keys_of(task)
         pool = self._tier_of(task)
         if not current:
             self._assign(pool, ids, [], announce=False)
             return
         blocks = self._describe(keys, _tokens_of(task), task.start_write_block_idx)
-        if self._only_flush and task.lane is Lane.WRITE:
+        if self.only_flush and task.lane is Lane.WRITE:
             self._flushed(task, result, blocks)
             return
         unambiguous = len(set(ids)) == len(ids)
@@ -322,7 +311,7 @@ class Residency:
         elif task.gpu_block_ids:
             self._assign(self._device, [], zip(task.gpu_block_ids, blocks, strict=True), announce=True)
         else:
-            self._device.announce_loose(blocks, self._max_blocks)
+            self._device.announce_loose(blocks, self.max_blocks)
             self._emit_changes(self._device)
 
     def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
@@ -330,7 +319,7 @@ class Residency:
         if not current:
             self._assign(pool, targets, [], announce=True)
             return
-        keys, moved = self._keys_of(task), set(result.block_ids)
+        keys, moved = self.keys_of(task), set(result.block_ids)
         loaded = [i for i, block in enumerate(targets) if block in moved]
         missed = [i for i, block in enumerate(targets) if block not in moved]
         if task.prefix:
@@ -342,19 +331,20 @@ class Residency:
         if task.lane is not Lane.READ:  # the blocks came from another node
             return
         self._announce_stored([keys[i] for i in loaded], blocks)
-        if result.error is None and missed and not self._reports_departures:
+        if result.error is None and missed and not self.reports_departures:
             known = missed[:1] if task.prefix else missed  # a prefix read does not look behind the first
-            for digest in self._objects.ids([keys[i] for i in known]):
+            for digest in self.objects.ids([keys[i] for i in known]):
                 self.object_left(digest)
 
     def _swapped(
-        self, moves: list[tuple[int, int]], source: _Pool, target: _Pool, result: TaskResult, *, current: bool
+        self, source: tuple[list[int], _Pool], target: tuple[list[int], _Pool], result: TaskResult, *, current: bool
     ) -> None:
-        done = result.status is Status.OK and current
-        known = [(to, block) for at, to in moves if (block := source.get(at)) is not None] if done else []
-        self._assign(target, [to for _, to in moves], known, announce=True)
+        (left, before), (filled, now) = source, target
+        moves = zip(left, filled, strict=True) if result.status is Status.OK and current else ()
+        known = [(to, block) for at, to in moves if (block := before.get(at)) is not None]
+        self._assign(now, filled, known, announce=True)
         if result.status is Status.OK:
-            self._assign(source, [at for at, _ in moves], [], announce=True)
+            self._assign(before, left, [], announce=True)
 
     def _assign(
         self, pool: _Pool, cleared: Iterable[int], filled: Iterable[tuple[int, Block]], *, announce: bool
@@ -368,7 +358,7 @@ class Residency:
         self._emit_stored(pool.medium, stored)
 
     def _announce_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        self._fresh += self.announce_stored(zip(self._objects.ids(keys), blocks, strict=True))
+        self._fresh += self.announce_stored(zip(self.objects.ids(keys), blocks, strict=True))
 
     def announce_stored(self, stored: Iterable[tuple[str, Block]]) -> list[tuple[str, Block]]:
         """Announce those of these (digest, block) that storage has. Returns those that were not announced yet."""
@@ -376,13 +366,13 @@ class Residency:
         for digest, block in stored:
             if digest in self._stored:
                 self._stored.move_to_end(digest)
-            elif self._holds(digest):  # a rank's object may have been evicted since it was stored
+            elif self.holds(digest):  # a rank's object may have been evicted since it was stored
                 self._stored[digest] = block
                 fresh.append((digest, block))
         self._emit_stored(MEDIUM_STORAGE, [block for _, block in fresh])
         for digest, _ in fresh:
             self.object_moved(digest)
-        while len(self._stored) > self._max_blocks:
+        while len(self._stored) > self.max_blocks:
             self.object_left(next(iter(self._stored)))
         return fresh
 
@@ -398,7 +388,7 @@ class Residency:
     def _describe(self, keys: Sequence[str], token_ids: TokenIds | None, start: int) -> list[Block]:
         """Describe consecutive blocks of a sequence by their keys; the first is its block `start`."""
         size, blocks = self.block_size, []
-        raw, width = _packed(token_ids) if self._token_ids and token_ids is not None else (b"", 1)
+        raw, width = _packed(token_ids) if self.token_ids and token_ids is not None else (b"", 1)
         parent: int | None = None
         for i, key in enumerate(keys):
             hash_, linked = block_hash(key), i > 0 or start == 0
@@ -425,7 +415,7 @@ class Residency:
         first = not self._events
         self._events.extend(events)
         if first:
-            self._changed()
+            self.changed()
 
 
 def _tokens_of(task: ReadStorageTask | WriteStorageTask) -> TokenIds | None:

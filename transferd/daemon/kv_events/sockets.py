@@ -74,22 +74,20 @@ class _Replay:
     numbered: bool = False  # whether the snapshot goes as ordinary batches
 
 
+@dataclass(eq=False, repr=False)
 class EventSockets:
-    """Both sockets, on the running loop, from `start` to `close`. Owns them."""
+    """Both sockets, on the running loop, from `start` to `close`. Owns them.
 
-    def __init__(
-        self,
-        config: EventsSection,
-        *,
-        socket_mode: int = 0o660,
-        max_connections: int = 4096,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        """max_connections: the limit of each socket."""
-        self._config = config
-        self._mode = socket_mode
-        self._max_connections = max_connections
-        self._clock = clock
+    max_connections: the limit of each socket.
+    """
+
+    config: EventsSection
+    socket_mode: int = 0o660
+    max_connections: int = 4096
+    clock: Clock = SYSTEM_CLOCK
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._topic = config.topic.encode()
         self._closed = False
         self._pub: Acceptor | None = None
@@ -98,7 +96,7 @@ class EventSockets:
         self._subscribed: dict[ZmtpConnection, Counter[int]] = {}
         self._kept: deque[bytes] = deque()  # the newest batches
         self._kept_bytes = 0
-        self._first = int(clock.wall() * 1_000_000)  # the first batch's number
+        self._first = int(self.clock.wall() * 1_000_000)  # the first batch's number
         self._sequence = self._first  # the next batch's number
         self._greeted = -GREET_EVERY_S  # when an empty batch was sent last, in monotonic seconds
         self._greeting: asyncio.TimerHandle | None = None
@@ -114,16 +112,16 @@ class EventSockets:
 
     def start(self) -> None:
         """Bind both sockets, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
-        config = self._config
+        config = self.config
         try:
             door = Door(b"PUB", SUBSCRIBERS, MAX_SUBSCRIPTION, self._subscribe, unread=LIVE_UNREAD)
-            self._pub = Acceptor(self._max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
-            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self._mode)
+            self._pub = Acceptor(self.max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
+            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self.socket_mode)
             if config.replay_endpoint:
                 door = Door(b"ROUTER", ROUTED, MAX_REQUEST_BYTES, self._requested)
-                self._router = Acceptor(self._max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
+                self._router = Acceptor(self.max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
                 key = "events.replay_endpoint"
-                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self._mode)
+                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self.socket_mode)
         except BaseException:
             self.close()
             raise
@@ -179,12 +177,12 @@ class EventSockets:
 
     def _greet_soon(self) -> None:
         if self._greeting is None and not self._closed:
-            wait = self._greeted + GREET_EVERY_S - self._clock.monotonic()
+            wait = self._greeted + GREET_EVERY_S - self.clock.monotonic()
             self._greeting = asyncio.get_running_loop().call_later(max(0.0, wait), self._greet)
 
     def _greet(self) -> None:
-        self._greeting, self._greeted = None, self._clock.monotonic()
-        self._send((), self._config.dp_rank)
+        self._greeting, self._greeted = None, self.clock.monotonic()
+        self._send((), self.config.dp_rank)
 
     # --- new batches --------------------------------------------------------------------------------
 
@@ -194,16 +192,16 @@ class EventSockets:
         dp_rank: the engine's; None for events.dp_rank.
         """
         if self._pub is not None and not self._closed and events:
-            self._send(events, self._config.dp_rank if dp_rank is None else dp_rank)
+            self._send(events, self.config.dp_rank if dp_rank is None else dp_rank)
 
     def _send(self, events: Sequence[KvEvent], dp_rank: int) -> None:
-        payload = encode_batch(self._clock.wall(), events, dp_rank)
+        payload = encode_batch(self.clock.wall(), events, dp_rank)
         frames = self._frames(self._sequence, payload)
         self._sequence += 1
         self._counts["events"] += len(events)
         self._kept.append(payload)
         self._kept_bytes += len(payload)
-        while len(self._kept) > self._config.buffer or self._kept_bytes > self._config.buffer_bytes:
+        while len(self._kept) > self.config.buffer or self._kept_bytes > self.config.buffer_bytes:
             self._kept_bytes -= len(self._kept.popleft())
         for connection in list(self._subscribed):
             connection.send(*frames)
@@ -257,7 +255,7 @@ class EventSockets:
     def _take_snapshot(self) -> Snapshot:
         # First, because the engines publish what is pending before they answer.
         announced = [part for announcements in self._announcements for part in announcements()]
-        return Snapshot(self._sequence, announced, self._clock.wall())
+        return Snapshot(self._sequence, announced, self.clock.wall())
 
     @property
     def _oldest(self) -> int:
