@@ -89,7 +89,7 @@ class Coordinator:
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._ran: dict[str, Ran] = {}  # from the end of a task's round to its Publish
         self._alarm: asyncio.TimerHandle | None = None
-        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._apply: dict[type, Callable[[Any], None]] = {
             ev.Start: self._start,
             ev.StopTask: self._stop,
@@ -419,15 +419,14 @@ class Coordinator:
         if condition():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (condition, future)
-        self._waiting.append(entry)
+        self._waiting[future] = condition
         try:
             await future
         finally:
-            self._waiting.remove(entry)
+            del self._waiting[future]
 
     def _wake_waiters(self) -> None:
-        for condition, future in self._waiting:
+        for future, condition in self._waiting.items():
             if not future.done() and condition():
                 future.set_result(None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -149,11 +150,9 @@ class KeyTraffic:
                 why = why or self._why(engine, keys[missing])
                 (name,) = self._names(engine, engine.dispatcher.generation, keys[missing], 1)
                 events = (one for one in self._story(name) if one["what"] == why)  # none for reasons of other kinds
-                left = min(
-                    events, key=lambda one: float(one["ago_s"]), default=dict.fromkeys(("level", "engine", "ago_s"))
-                )
-                level, whom, ago = left["level"], left["engine"], left["ago_s"]
-                engine.recorder.note(task.task_id, "missed", missing, why, level, whom, ago)
+                left = min(events, key=operator.itemgetter("ago_s"), default={})
+                where = left.get("level"), left.get("engine"), left.get("ago_s")
+                engine.recorder.note(task.task_id, "missed", missing, why, *where)
 
     def left(self, engine: str) -> None:
         self._following.run(self._what_if.left(engine))
