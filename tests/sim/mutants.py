@@ -459,7 +459,8 @@ MUTANTS = (
         "                return await one.run()",
         "                outcomes = await one.run()\n"
         "                for back in parts.write_backs:\n"
-        "                    await back.idle()\n"
+        "                    while back._task is not None:\n"
+        "                        await back._change()\n"
         "                return outcomes",
         finder="store_world",
     ),
@@ -606,6 +607,27 @@ MUTANTS = (
         finder="store_world",
     ),
     Mutant(
+        "a copy belongs to the engine for which it was made",
+        "storage/levels/level.py",
+        "        return use.of(self.storage.index.owner_of(name))",
+        "        return use",
+        finder="store_world",
+    ),
+    Mutant(
+        "what vanished below a level that was out is not copied there again",
+        "storage/levels/sweep.py",
+        "            if back.level.number > level.number if back.level.known else back.level is level:",
+        "            if back.level is level and not level.known:",
+        finder="store_world",
+    ),
+    Mutant(
+        "a purge removes what a load reads",
+        "storage/indexed.py",
+        "return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))",
+        "return self._stuck.removed(gone)",
+        finder="store_world",
+    ),
+    Mutant(
         "what was found and is held stays the first engine's",
         "storage/lru.py",
         "            why |= GUESSED\n",
@@ -617,7 +639,7 @@ MUTANTS = (
         "storage/file.py",
         "        before = await self._forget_all()\n",
         "        before = 0\n",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that has failed is stored on",
@@ -630,21 +652,21 @@ MUTANTS = (
                 "                there = max(self._all, key=lambda disk: disk.weight_of(block))",
             ),
         ),
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "what a dying disk did not store goes nowhere else",
         "storage/disks.py",
         "                        todo += bad",
         "                        pass",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that returns has what it had when it failed",
         "storage/file.py",
         "            await self._find_objects(returns=True)\n",
         "",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that is not mounted is made anew",
@@ -652,28 +674,28 @@ MUTANTS = (
         '                return AWAY if self._device_of(fd) in self._above else ""',
         '                return ""',
         more=(("            if self._device_of(fd) in (self._above or ()):", "            if False:"),),
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that returns applies no order that it has missed",
         "storage/file.py",
         "        overdue = Overdue(orders, everything=bool(strange))",
         "        overdue = Overdue([], everything=bool(strange))",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a write fails because a dying disk cannot be looked at",
         "storage/disks.py",
         "                if error.reason not in SUSPECT or (await self._still_works(disk) and last):",
         "                if error:",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "objects of a disk that is not mounted count as removed",
         "storage/directory.py",
         "            self._check_ours()\n            return FileState.GONE",
         "            return FileState.GONE",
-        finder="disks",
+        finder="store_world",
     ),
 )
 
