@@ -282,7 +282,7 @@ async def test_a_waiter_that_gives_up_is_forgotten(world: World) -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert world.coordinator._waiting == []
+    assert world.coordinator._waiting == {}
     world.coordinator.close()
 
 

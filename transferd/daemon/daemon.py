@@ -184,12 +184,9 @@ class Daemon:
             )
         for feed in self._feeds():
             feed.start()
-        if self.tokens is not None:
-            await self.tokens.open()
-        elif self.storage is not None:
-            await self.storage.open()
-        if self.peers is not None:
-            await self.peers.open()
+        for part in (self.tokens or self.storage, self.peers):
+            if part is not None:
+                await part.open()
         if self.storage is not None and self.storage.pool is not None:
             self._pool_watch = asyncio.get_running_loop().create_task(watch_pool(self.storage, self._feeds))
         for engine in self.engines:
