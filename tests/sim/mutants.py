@@ -449,7 +449,7 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._source(back, name) is None:\n            return\n        purging",
+        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
         "        if True:\n            return\n        purging",
         finder="store_world",
     ),

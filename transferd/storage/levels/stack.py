@@ -168,7 +168,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     @functools.cached_property
     def keeper(self) -> LevelsKeeper:
-        return LevelsKeeper(self._parts, self._storing)
+        return LevelsKeeper(self._parts, self._proving)
 
     @property
     def levels(self) -> Levels:

@@ -69,7 +69,9 @@ class Sweep:
     def ended(self, name: str, level: StoreLevel, why: str) -> None:
         """Note that a copy to this level was given up, for this reason."""
         back = self._to(level)
-        if why != "close" and self._source(back, name) is not None:  # also what another owner's purge has forbidden
+        if (
+            why != "close" and self._parts.source(level, name) is not None
+        ):  # also what another owner's purge has forbidden
             self._remember(back, name)
 
     def used(self, items: Iterable[Item]) -> None:
@@ -107,13 +109,9 @@ class Sweep:
         self._rechecks -= 1
         return True
 
-    def _source(self, back: WriteBack, name: str) -> StoreLevel | None:
-        above = self._parts.levels[: back.level.number]
-        return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
-
     def _queue(self, back: WriteBack, name: str, use: Use, depth: int) -> None:
         """Queue a copy, if a level above has the object."""
-        source = self._source(back, name)
+        source = self._parts.source(back.level, name)
         if source is not None:
             self._storing.save(source, name, use, depth, lacking=[back])
 
@@ -126,7 +124,7 @@ class Sweep:
 
     def _lost(self, back: WriteBack, name: str) -> None:
         """An object has left a level that knows its objects, and was not evicted."""
-        if self._source(back, name) is None:
+        if self._parts.source(back.level, name) is None:
             return
         purging = self._parts.fences.purging(name)  # perhaps of the copies above, too
         if back.has_leisure and not back.level.out_for_stores and not purging:
