@@ -54,8 +54,6 @@ from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
 
-SHARE = 4  # an engine that registers may have this fraction, 1/SHARE, of the bounds in [server]
-
 
 class Speakers(Protocol):
     """The part of the daemon's clients (clients.py) that an engine needs."""
@@ -193,9 +191,8 @@ class HostedEngine:
         )
 
     def _limits(self) -> Limits:
-        """Admission's view of the configuration. An engine that registers has a share of the daemon's bounds."""
-        config, layout, server = self.config, self.layout, self.config.server
-        parts = 1 if self.registration is None else SHARE
+        """Admission's view of the configuration."""
+        config, layout = self.config, self.layout
         return Limits(
             ranks=config.geometry.ranks,
             device_blocks=layout.device_blocks,
@@ -205,14 +202,7 @@ class HostedEngine:
             direct=config.pd.mode == "direct",
             token_block=0 if self.tokens is None else config.geometry.block_size,
             only_flush=self.plan.only_flush,
-            max_queued=max(1, server.max_queued_tasks // parts),
-            max_queued_bytes=server.max_queued_bytes // parts,
-            max_bytes=server.max_inflight_bytes // parts,
-            lane_depth=server.lane_depth,
-            deadline_slack=server.deadline_slack,
-            result_ttl=server.result_ttl,
-            max_results=server.max_results,
-            max_result_bytes=server.max_result_bytes,
+            server=config.server,
             salts=self.tokens is not None and self.tokens.salts,
         )
 

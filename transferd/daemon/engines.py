@@ -32,8 +32,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, names
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, Size, names
 from transferd.config.rules import check_cache
+from transferd.config.sections import PdSection
 from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.acts import Acts
 from transferd.daemon.belonging import digest, may_control, refusal, shows
@@ -58,6 +59,7 @@ from transferd.wire.credentials import hidden
 log = structlog.get_logger(__name__)
 
 
+SHARE = 4  # an engine that registers may have this fraction, 1/SHARE, of the bounds in [server]
 MORE_PLACES = 0.25  # of engines.max_engines, one for each user without any, when all are taken
 UNREGISTERED = "unregistered"  # how a registration ended: its token is worth nothing any more
 MOST_ENDED = 4096  # registrations that have ended and are remembered
@@ -421,8 +423,16 @@ class Engines:
             version_file="",
             key_schema="transferd",  # FastDeploy's names contain neither model nor layout
         )
+        server = msgspec.structs.replace(
+            config.server,
+            max_queued_tasks=max(1, config.server.max_queued_tasks // SHARE),
+            max_queued_bytes=Size(config.server.max_queued_bytes // SHARE),
+            max_inflight_bytes=Size(config.server.max_inflight_bytes // SHARE),
+        )
         events = msgspec.structs.replace(config.events, dp_rank=asked.dp_rank)
-        return msgspec.structs.replace(config, cache=cache, storage=storage, events=events, pd=PdSection())
+        return msgspec.structs.replace(
+            config, cache=cache, storage=storage, server=server, events=events, pd=PdSection()
+        )
 
     # --- leaving ------------------------------------------------------------------------------------
 
