@@ -40,6 +40,7 @@ CRUMB = 60  # a file with fewer lines that only one other file imports belongs i
 CRUMBS = {
     "adapters.embedded": "engines import it by name, in a process of their own",
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "wire.codes": "the names in a table of the documentation, which a test compares",
     "wire.hooks": "what msgpack calls for foreign types, beside the format in protocol.py, which is full",
     "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",

@@ -668,7 +668,7 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
             await daemon.default.cache.offer(b"late", 0, from_me(engine.handle(0)), 1)
         assert caught.value.reason == "stale_offer"
         client._renewed()  # its connection breaks: what the clear has ended is not offered again
-        assert not client._offers
+        assert not client._offers._made
         await renewed.offer(client)
         await client.wait_ready(5)
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK

@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "the barrier resets a round in place instead of ending it",
         "barrier.py",
-        "        del self._rounds[task_id]\n        self._end(round_)\n        return Arrival.COMPLETED",
-        "        self._end(round_)\n        round_.outcomes.clear()\n        return Arrival.COMPLETED",
+        "            del self._rounds[task_id]\n            self._end(round_)\n        return True",
+        "            self._end(round_)\n            round_.outcomes.clear()\n        return True",
     ),
     Mutant(
         "a deadline forgets which ranks were missing",
@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "a late arrival is dropped silently",
         "daemon/coordinator.py",
-        "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
+        "        if not self._barrier.arrive(job.task.task_id, outcome):",
         "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
     ),
     Mutant(
@@ -121,18 +121,14 @@ MUTANTS = (
     Mutant(
         "a block is sealed before it is copied",
         "workers/device_blocks.py",
-        "            if not await share.job.stop.copied(self._out(plan)):\n                return False\n",
-        "            context.format.seal(\n"
-        "                staging.views(lease), share.job.generation, share.ids(positions), context.object_rank\n"
-        "            )\n"
-        "            await share.job.stop.copied(self._out(plan))\n"
-        "            return True\n",
+        "            await self._move(Direction.OUT,",
+        "            seal()\n            return await self._move(Direction.OUT,",
     ),
     Mutant(
         "a client hears of a refusal although its task comes again",
         "control/dispatcher.py",
-        "        if event.again:",
-        "        if event.again and event.now < 0:",
+        "        if push.again:",
+        "        if push.again and self._now < 0:",
     ),
     Mutant(
         "a write arrives before its puts have ended",
@@ -178,9 +174,9 @@ MUTANTS = (
     ),
     Mutant(
         "a read arrives before its last copies have ended",
-        "workers/read.py",
-        "                await every(under_way)",
-        "                under_way.clear()",
+        "workers/job.py",
+        "            while under_way:\n                await under_way.popleft()\n",
+        "            under_way.clear()\n",
     ),
     Mutant(
         "a follower of a load gets no bytes",
@@ -191,8 +187,8 @@ MUTANTS = (
     Mutant(
         "a swap-in fills one block too many",
         "workers/swap.py",
-        "lambda: plan_copy(host, cpu, device, gpu))",
-        "lambda: plan_copy(host, [*cpu, cpu[0]], device, [*gpu, next(b for b in range(48) if b not in gpu)]))",
+        "copy_plan(theirs, cpu, ours, gpu)",
+        "copy_plan(theirs, [*cpu, cpu[0]], ours, [*gpu, next(b for b in range(48) if b not in gpu)])",
     ),
     Mutant(
         "hazards are ignored",
@@ -221,7 +217,7 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        self._set_alarm(record.deadline, record)",
+        "        self._set_alarm(self._now + record.task.timeout, record)",
         "        pass",
     ),
     Mutant(
@@ -233,8 +229,8 @@ MUTANTS = (
     Mutant(
         "a task runs in the generation of its start",
         "control/dispatcher.py",
-        "        self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
-        "        self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
+        "        self._out.append(do.Start(record.task, record.generation, record.admitted_at))",
+        "        self._out.append(do.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",
@@ -245,7 +241,7 @@ MUTANTS = (
     Mutant(
         "a joined push is never answered",
         "control/dispatcher.py",
-        "            record.waiters.append((event.client, event.seq))",
+        "            record.waiters.append((push.client, push.seq))",
         "            pass",
     ),
     Mutant(
@@ -258,14 +254,14 @@ MUTANTS = (
     Mutant(
         "the queue has no bound",
         "control/order.py",
-        "        if self.queued >= self._limits.max_queued:",
+        "        if self.queued >= self._server.max_queued_tasks:",
         "        if False:",
     ),
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(event.holder, event.proof)\n        self._start_ready()",
-        "        self._gate.resume(event.holder, event.proof)",
+        "        self._gate.resume(holder, proof)\n        self._start_ready()",
+        "        self._gate.resume(holder, proof)",
     ),
     Mutant(
         "a pause outlives its client",
@@ -349,7 +345,7 @@ MUTANTS = (
     Mutant(
         "an alarm that could not be set is forgotten",
         "daemon/coordinator.py",
-        "            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early",
+        "            self._hear(self._dispatcher.deadline_reached)  # harmless if early",
         "            pass  # harmless if early",
     ),
     Mutant(
@@ -449,7 +445,7 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._source(back, name) is None:\n            return\n        purging",
+        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
         "        if True:\n            return\n        purging",
         finder="store_world",
     ),
@@ -459,7 +455,8 @@ MUTANTS = (
         "                return await one.run()",
         "                outcomes = await one.run()\n"
         "                for back in parts.write_backs:\n"
-        "                    await back.idle()\n"
+        "                    while back._task is not None:\n"
+        "                        await back._change()\n"
         "                return outcomes",
         finder="store_world",
     ),
@@ -606,6 +603,27 @@ MUTANTS = (
         finder="store_world",
     ),
     Mutant(
+        "a copy belongs to the engine for which it was made",
+        "storage/levels/level.py",
+        "        return use.of(self.storage.index.owner_of(name))",
+        "        return use",
+        finder="store_world",
+    ),
+    Mutant(
+        "what vanished below a level that was out is not copied there again",
+        "storage/levels/sweep.py",
+        "            if back.level.number > level.number if back.level.known else back.level is level:",
+        "            if back.level is level and not level.known:",
+        finder="store_world",
+    ),
+    Mutant(
+        "a purge removes what a load reads",
+        "storage/indexed.py",
+        "return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))",
+        "return self._stuck.removed(gone)",
+        finder="store_world",
+    ),
+    Mutant(
         "what was found and is held stays the first engine's",
         "storage/lru.py",
         "            why |= GUESSED\n",
@@ -617,7 +635,7 @@ MUTANTS = (
         "storage/file.py",
         "        before = await self._forget_all()\n",
         "        before = 0\n",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that has failed is stored on",
@@ -630,21 +648,21 @@ MUTANTS = (
                 "                there = max(self._all, key=lambda disk: disk.weight_of(block))",
             ),
         ),
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "what a dying disk did not store goes nowhere else",
         "storage/disks.py",
         "                        todo += bad",
         "                        pass",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that returns has what it had when it failed",
         "storage/file.py",
         "            await self._find_objects(returns=True)\n",
         "",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that is not mounted is made anew",
@@ -652,28 +670,28 @@ MUTANTS = (
         '                return AWAY if self._device_of(fd) in self._above else ""',
         '                return ""',
         more=(("            if self._device_of(fd) in (self._above or ()):", "            if False:"),),
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a disk that returns applies no order that it has missed",
         "storage/file.py",
         "        overdue = Overdue(orders, everything=bool(strange))",
         "        overdue = Overdue([], everything=bool(strange))",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "a write fails because a dying disk cannot be looked at",
         "storage/disks.py",
         "                if error.reason not in SUSPECT or (await self._still_works(disk) and last):",
         "                if error:",
-        finder="disks",
+        finder="store_world",
     ),
     Mutant(
         "objects of a disk that is not mounted count as removed",
         "storage/directory.py",
         "            self._check_ours()\n            return FileState.GONE",
         "            return FileState.GONE",
-        finder="disks",
+        finder="store_world",
     ),
 )
 

@@ -27,14 +27,8 @@ from transferd.blocks.layout import build_layout
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
-from transferd.config import (
-    CacheSection,
-    FileStorageSection,
-    MemoryStorageSection,
-    MooncakeStorageSection,
-    ObjectStorageSection,
-    Size,
-)
+from transferd.config import CacheSection, FileStorageSection, MooncakeStorageSection, Size
+from transferd.config.sections import MemoryStorageSection, ObjectStorageSection
 from transferd.config.size import Capacities
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage

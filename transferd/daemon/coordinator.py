@@ -1,8 +1,8 @@
 """Carries out the dispatcher's decisions: the only place that connects them to workers, barrier and clients.
 
-    submit → Dispatcher.handle → [Start, StopTask, Reply, …] → here → workers, barrier, deliver
-                     ▲                                               │
-                     └───────── RoundMerged, RankLeft, … ◀───────────┘
+    Dispatcher.submit → [Start, StopTask, Reply, …] → here → workers, barrier, deliver
+              ▲                                         │
+              └──────── round_merged, rank_left, … ◀────┘
 
 Everything runs on the event loop, and nothing here decides anything: an instruction causes an effect, and the
 effect's outcome is an event. So the order of events is the order of callbacks on one loop, and a simulation that
@@ -20,14 +20,14 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import structlog
 
-from transferd.barrier import Arrival, RankBarrier, Round
-from transferd.control import events as ev
+from transferd.barrier import RankBarrier, Round
+from transferd.control import instructions as do
 from transferd.control.dispatcher import Dispatcher
-from transferd.control.order import Claim, State, TaskState
+from transferd.control.order import Claim, TaskState
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
@@ -39,6 +39,7 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
+P = ParamSpec("P")
 Deliver = Callable[[bytes, int, TaskResult], None]
 EFFECT_RETRY_S = 0.01
 MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals of an engine that missed a restart or a clear
@@ -86,7 +87,7 @@ class Coordinator:
         self._recorder = recorder if recorder is not None else Recorder()
         self.effects_failed: Counter[str] = Counter()
         self.skew_s = [0.0] * len(workers)
-        self._todo: deque[ev.Instruction] = deque()
+        self._todo: deque[do.Instruction] = deque()
         self._carrying_out = False
         self._dispatcher = dispatcher
         self._barrier = barrier
@@ -99,16 +100,16 @@ class Coordinator:
         self._alarm: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._apply: dict[type, Callable[[Any], None]] = {
-            ev.Start: self._start,
-            ev.StopTask: self._stop,
-            ev.ExpireRound: self._expire,
-            ev.Reply: self._reply,
-            ev.Publish: self._publish,
-            ev.WakeAt: self._wake_at,
-            ev.Unblock: self._unblock,
-            ev.Again: self._again,
+            do.Start: self._start,
+            do.StopTask: self._stop,
+            do.ExpireRound: self._expire,
+            do.Reply: self._reply,
+            do.Publish: self._publish,
+            do.WakeAt: self._wake_at,
+            do.Unblock: self._unblock,
+            do.Again: self._again,
         }
-        dispatcher.notified_by(self._bytes_free)
+        dispatcher.hazards.notify = self._bytes_free
 
     # --- what clients ask ---------------------------------------------------------------------------
 
@@ -134,19 +135,19 @@ class Coordinator:
 
         again: the client will send it again (protocol.py), so no refusal is sent; always returns False.
         """
-        instructions = self._dispatcher.handle(ev.TaskSubmitted(client, seq, task, self._clock.monotonic(), again))
+        instructions = self._dispatcher.submit(self._clock.monotonic(), client, seq, task, again)
         self._carry_out(instructions)
         if again:
             return False
         for instruction in instructions:
-            if type(instruction) is ev.Reply and instruction.seq == seq and instruction.client == client:
+            if type(instruction) is do.Reply and instruction.seq == seq and instruction.client == client:
                 return False
         return True
 
     def cancel(self, task_id: str) -> bool:
         """Cancel a task. False if there is nothing to cancel."""
-        known = self._dispatcher.state_of(task_id) in (State.QUEUED, State.RUNNING, State.CANCELLING)
-        self._hear(ev.CancelRequested(task_id, self._clock.monotonic()))
+        known = task_id in self._dispatcher.records
+        self._hear(self._dispatcher.cancel, task_id)
         return known
 
     def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
@@ -154,41 +155,41 @@ class Coordinator:
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(ev.PauseRequested(self._clock.monotonic(), client, holder, proof))
+        self._hear(self._dispatcher.pause, client, holder, proof)
         return self.quiet()
 
     def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains; if it has none, end all."""
-        self._hear(ev.ResumeRequested(self._clock.monotonic(), holder, proof))
+        self._hear(self._dispatcher.resume, holder, proof)
 
     def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
         A drain ends like a pause.
         """
-        self._hear(ev.DrainRequested(self._clock.monotonic(), client, holder, proof))
+        self._hear(self._dispatcher.drain, client, holder, proof)
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:
-        self._hear(ev.ClientGone(client, self._clock.monotonic()))
+        self._hear(self._dispatcher.client_gone, client)
 
     # --- what the cache asks ------------------------------------------------------------------------
 
     def announce_ready(self) -> None:
         """Every rank has its memory: admit, unless one of them is dead."""
         windows = [worker.windows for worker in self.workers]
-        self._hear(ev.CacheReady(self._clock.monotonic(), tuple(grid for grid in windows if grid is not None)))
+        self._hear(self._dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
         self.ready = self._dispatcher.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
         """Admit nothing, because memory is about to be removed; with `end`, also end all tasks. Then await `empty`."""
         self.ready = False
-        self._hear(ev.CacheWithdrawn(error, end, self._clock.monotonic()))
+        self._hear(self._dispatcher.withdraw_cache, error, end)
 
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable."""
         before = self.generation
-        self._hear(ev.GenerationBumped(generation, self._clock.monotonic()))
+        self._hear(self._dispatcher.bump_generation, generation)
         if generation != before:
             self.listeners.generation_changed(before, generation)
 
@@ -198,11 +199,11 @@ class Coordinator:
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
         """Report the ranks without memory that a client has mapped, and the clients that have earlier memory mapped."""
-        self._hear(ev.MappingsChanged(unmapped, outdated, self._clock.monotonic()))
+        self._hear(self._dispatcher.mappings_changed, unmapped, outdated)
 
     def epoch_began(self) -> None:
         """Report that the cache was cleared: host blocks are empty, and clients' mappings are outdated."""
-        self._hear(ev.HostEmptied(self._clock.monotonic()))
+        self._hear(self._dispatcher.host_emptied)
         self.listeners.epoch_began()
 
     # --- waiting ------------------------------------------------------------------------------------
@@ -222,17 +223,17 @@ class Coordinator:
     # --- shutdown -----------------------------------------------------------------------------------
 
     def stop_admitting(self) -> None:
-        self._hear(ev.ShutdownRequested(self._clock.monotonic()))
+        self._hear(self._dispatcher.shut_down)
 
     def cancel_running(self) -> int:
         """End all running tasks now, with what they have. Returns how many there were."""
-        task_ids = [record.task_id for record in self._dispatcher.admitted]
+        task_ids = [record.task_id for record in self._dispatcher.records.values()]
         for task_id in task_ids:
             self.cancel(task_id)
         return len(task_ids)
 
     def fail_queued(self) -> None:
-        self._hear(ev.QueueAbandoned(self._clock.monotonic()))
+        self._hear(self._dispatcher.abandon_queue)
 
     def close(self) -> None:
         if self._alarm is not None:
@@ -241,10 +242,12 @@ class Coordinator:
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _hear(self, event: ev.Event) -> None:
-        self._carry_out(self._dispatcher.handle(event))
+    def _hear(
+        self, event: Callable[Concatenate[float, P], list[do.Instruction]], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        self._carry_out(event(self._clock.monotonic(), *args, **kwargs))
 
-    def _carry_out(self, instructions: list[ev.Instruction]) -> None:
+    def _carry_out(self, instructions: list[do.Instruction]) -> None:
         """Carry out every instruction, in order. Instructions that an effect causes come after those already due."""
         self._todo += instructions
         if self._carrying_out:
@@ -262,7 +265,7 @@ class Coordinator:
         if self._waiting:
             self._wake_waiters()
 
-    def _effect_raised(self, instruction: ev.Instruction, error: Exception) -> ErrorInfo:
+    def _effect_raised(self, instruction: do.Instruction, error: Exception) -> ErrorInfo:
         """Count and report the error. Never raises. How each kind of instruction is repaired:
 
         Start      the rank arrives with this error; if no round was opened, the task ends with it (`_start`)
@@ -274,7 +277,7 @@ class Coordinator:
         self.effects_failed[kind] += 1
         problem = f"{kind} raised {type(error).__name__}: {error}"
         with contextlib.suppress(Exception):
-            if not isinstance(instruction, ev.Start | ev.Reply | ev.Publish):
+            if not isinstance(instruction, do.Start | do.Reply | do.Publish):
                 job = self._jobs.get(task_id)
                 asyncio.get_running_loop().call_later(EFFECT_RETRY_S, self._once_more, instruction, job)
         with contextlib.suppress(Exception):
@@ -284,15 +287,15 @@ class Coordinator:
             log.error("an effect raised", **names, problem=str(bug), exc_info=error)
         return ErrorInfo(InvariantError.code, problem)
 
-    def _once_more(self, instruction: ev.Instruction, job: Job | None) -> None:
-        if isinstance(instruction, ev.WakeAt):
-            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early; leads to the next WakeAt
-        elif isinstance(instruction, ev.Unblock | ev.Again) or (
+    def _once_more(self, instruction: do.Instruction, job: Job | None) -> None:
+        if isinstance(instruction, do.WakeAt):
+            self._hear(self._dispatcher.deadline_reached)  # harmless if early; leads to the next WakeAt
+        elif isinstance(instruction, do.Unblock | do.Again) or (
             job is not None and self._jobs.get(job.task.task_id) is job
         ):
             self._carry_out([instruction])
 
-    def _start(self, start: ev.Start) -> None:
+    def _start(self, start: do.Start) -> None:
         task, now = start.task, self._clock.monotonic()
         job = Job(
             task=task,
@@ -310,7 +313,7 @@ class Coordinator:
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
             merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
-            self._hear(ev.RoundMerged(task.task_id, merged, (), self._clock.monotonic()))
+            self._hear(self._dispatcher.round_merged, task.task_id, merged, ())
             return
         for worker in self.workers:
             try:
@@ -318,18 +321,18 @@ class Coordinator:
             except Exception as error:  # noqa: BLE001 - nothing else would arrive for this rank
                 self.rank_arrived(job, RankOutcome(worker.rank, error=self._effect_raised(start, error)))
 
-    def _stop(self, stop: ev.StopTask) -> None:
+    def _stop(self, stop: do.StopTask) -> None:
         job = self._jobs.get(stop.task_id)
         if job is not None:
             job.stop.set(stop.reason)
 
-    def _expire(self, expire: ev.ExpireRound) -> None:
+    def _expire(self, expire: do.ExpireRound) -> None:
         missing = self._barrier.expire(expire.task_id)
         if missing:
             names = {"engine": self.engine, "task_id": expire.task_id}
             log.warning("ranks left behind at the deadline", **names, ranks=list(missing))
 
-    def _reply(self, reply: ev.Reply) -> None:
+    def _reply(self, reply: do.Reply) -> None:
         result = reply.result
         if result.status is Status.REJECTED and result.error is not None and result.error.code in MISTAKEN:
             log.warning(
@@ -342,7 +345,7 @@ class Coordinator:
             )
         self.listeners.deliver(reply.client, reply.seq, result)
 
-    def _publish(self, publish: ev.Publish) -> None:
+    def _publish(self, publish: do.Publish) -> None:
         task, result = publish.task, publish.result
         self.listeners.ended(task, result, self._ran.pop(task.task_id, None))
         if result.error is not None:
@@ -358,28 +361,28 @@ class Coordinator:
                 problem=result.error.message,
             )
 
-    def _wake_at(self, wake: ev.WakeAt) -> None:
+    def _wake_at(self, wake: do.WakeAt) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
         delay = max(0.0, wake.when - self._clock.monotonic())
         self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
 
-    def _unblock(self, unblock: ev.Unblock) -> None:
+    def _unblock(self, unblock: do.Unblock) -> None:
         notify = unblock.claim.table.notify
         assert notify is not None
         notify(unblock.claim)
 
-    def _again(self, again: ev.Again) -> None:
-        asyncio.get_running_loop().call_soon(self._hear, again.event)
+    def _again(self, again: do.Again) -> None:
+        asyncio.get_running_loop().call_soon(self.client_gone, again.client)
 
     def _bytes_free(self, claim: Claim) -> None:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
-        self._hear(ev.BytesFree(claim.owner.task_id, self._clock.monotonic()))
+        self._hear(self._dispatcher.bytes_free, claim.owner.task_id)
 
     def _alarm_rang(self) -> None:
         self._alarm = None
-        self._hear(ev.DeadlineReached(self._clock.monotonic()))
+        self._hear(self._dispatcher.deadline_reached)
 
     # --- what comes back from the ranks -------------------------------------------------------------
 
@@ -389,15 +392,15 @@ class Coordinator:
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
         if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
-            self._hear(ev.TaskSettled(job.task.task_id, now))
-        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:
-            self._hear(ev.RankLeft(job.task.task_id, outcome.rank, self._clock.monotonic()))
+            self._hear(self._dispatcher.task_settled, job.task.task_id)
+        if not self._barrier.arrive(job.task.task_id, outcome):
+            self._hear(self._dispatcher.rank_left, job.task.task_id, outcome.rank)
 
     def _part_there(self, job: Job, rank: int, layers: int) -> None:
         """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
         job.parts.setdefault(layers, set()).add(rank)
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
-            record = self._dispatcher.record(job.task.task_id)
+            record = self._dispatcher.records.get(job.task.task_id)
             for client, seq in () if record is None else record.waiters:
                 self.listeners.progressed(client, seq, layers)
 
@@ -410,7 +413,7 @@ class Coordinator:
             return
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
-        self._hear(ev.RankFailed(rank, cause, self._clock.monotonic()))
+        self._hear(self._dispatcher.rank_failed, rank, cause)
         self._barrier.rank_died(rank, cause)
 
     def _round_complete(self, round_: Round) -> None:
@@ -427,7 +430,7 @@ class Coordinator:
             job.stop.set(Stop.EXPIRED)
         # A rank that died without having arrived may still be in a copy.
         settled = len(job.arrivals) == len(self.workers)
-        self._hear(ev.RoundMerged(round_.task_id, merged, missing, self._clock.monotonic(), settled))
+        self._hear(self._dispatcher.round_merged, round_.task_id, merged, missing, settled)
 
     # --- waiting for a state ------------------------------------------------------------------------
 
@@ -448,10 +451,10 @@ class Coordinator:
                 future.set_result(None)
 
 
-def _task_id(instruction: ev.Instruction) -> str:
+def _task_id(instruction: do.Instruction) -> str:
     """The id of the task that an instruction concerns; "" for none."""
-    if isinstance(instruction, ev.Start | ev.Publish):
+    if isinstance(instruction, do.Start | do.Publish):
         return instruction.task.task_id
-    if isinstance(instruction, ev.Reply):
+    if isinstance(instruction, do.Reply):
         return instruction.result.task_id
-    return "" if isinstance(instruction, ev.WakeAt | ev.Unblock | ev.Again) else instruction.task_id
+    return "" if isinstance(instruction, do.WakeAt | do.Unblock | do.Again) else instruction.task_id

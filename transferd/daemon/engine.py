@@ -202,7 +202,7 @@ class HostedEngine:
 
     def _limits(self) -> Limits:
         """Admission's view of the configuration."""
-        config, layout, server = self.config, self.layout, self.config.server
+        config, layout = self.config, self.layout
         return Limits(
             ranks=config.geometry.ranks,
             device_blocks=layout.device_blocks,
@@ -212,14 +212,7 @@ class HostedEngine:
             direct=config.pd.mode == "direct",
             token_block=0 if self.tokens is None else config.geometry.block_size,
             only_flush=self.only_flush,
-            max_queued=server.max_queued_tasks,
-            max_queued_bytes=server.max_queued_bytes,
-            max_bytes=server.max_inflight_bytes,
-            lane_depth=server.lane_depth,
-            deadline_slack=server.deadline_slack,
-            result_ttl=server.result_ttl,
-            max_results=server.max_results,
-            max_result_bytes=server.max_result_bytes,
+            server=config.server,
             salts=self.tokens is not None and self.tokens.salts,
         )
 

@@ -69,7 +69,7 @@ class Listing:
             (engine, record)
             for engine in self._engines.all
             for task_id in engine.barrier.rounds
-            if (record := engine.dispatcher.record(task_id)) is not None
+            if (record := engine.dispatcher.records.get(task_id)) is not None
         )
         oldest = min(running, key=_since, default=None)
         if oldest is None or (for_s := self._now() - oldest[1].admitted_at) < at_least_s:
@@ -95,7 +95,7 @@ class Listing:
     def _admitted(self, limit: int, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
         """At most `limit` admitted tasks with their engines, the oldest first."""
         engines = [one for one in self._engines.all if engine in ("", one.name)]
-        each = (zip(itertools.repeat(one), one.dispatcher.admitted) for one in engines)
+        each = (zip(itertools.repeat(one), one.dispatcher.records.values()) for one in engines)
         return list(itertools.islice(heapq.merge(*each, key=_since), limit))
 
     def _failed(self, limit: int, engine: str) -> list[dict[str, Any]]:

@@ -263,7 +263,7 @@ class Index:
         """End a hold (by `hold`, or by a store in a level that holds). The object then counts as last used by `use`."""
 
     def owner_of(self, name: str) -> Hashable | None:  # noqa: ARG002 - a default
-        """Who has stored this object; None if nobody is known, or it is not there."""
+        """Who has stored this object; queues.py's `nobody` if it was found and not used since; None if it is absent."""
         return None
 
     def place_of(self, name: str) -> StoreDirectory | None:  # noqa: ARG002 - a default

@@ -12,7 +12,7 @@ import msgspec
 from transferd.errors import Closed, StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import Fill, Index, Item, Noted, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
-from transferd.storage.queues import UNSAVED
+from transferd.storage.queues import UNSAVED, nobody, space_of
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
@@ -178,7 +178,9 @@ class LevelOrder(Index):
 
     def owner_of(self, name: str) -> Hashable | None:
         entry = self._index.get(name)
-        return None if entry is None or entry.account is None else entry.account.owner
+        if entry is None or entry.account is None:
+            return None
+        return entry.account.owner if entry.touched else nobody(space_of(name))
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         return ((name, entry.nbytes) for name, entry in self._index.hottest_first())

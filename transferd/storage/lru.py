@@ -24,9 +24,7 @@ A *pinned* object is in no use's group until it is unpinned. A capacity lowered 
 Once an object of a use was evicted, or found no room, deeper objects are useless: the chain *ends* there
 (`Use.ends_at`). The use writes nothing more from there on, and an object that it is still writing there is
 removed as soon as it is stored. So if the store is too small for a chain, all ranks keep the same part of it: the root
-(ADR 28).
-
-A chain may grow over several tasks: chains.py. (ADR 130.)
+(ADR 28). A chain may grow over several tasks: chains.py. (ADR 130.)
 
 Properties, which the stateful test checks: `used` is the sum of all sizes, reserved and present; `reserve` never lets
 it exceed the capacity; eviction follows the order above, and takes no more than needed.
@@ -51,6 +49,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from transferd.storage.chains import Chains
 from transferd.storage.queues import (
+    AWAITED,
     EVICTED,
     FOUND_AT,
     GONE,
@@ -244,7 +243,7 @@ class LruIndex:
         """Never evict this present object until `unpin` for the same reason."""
         assert entry.group is not None
         queue, depth = entry.group.queue, entry.depth
-        if why == UNSAVED and not entry.kept and not entry.touched:
+        if why & (UNSAVED | AWAITED) and not entry.kept and not entry.touched:
             why |= GUESSED
         if not entry.kept:
             self._leave_group(entry)
@@ -260,9 +259,9 @@ class LruIndex:
             return
         if why == PINNED:
             entry.group.queue.account.pinned -= self.size(entry.nbytes)
-        guessed = bool(entry.kept & GUESSED)
-        entry.kept &= ~(why | GUESSED)
-        if not entry.kept:
+        entry.kept &= ~why
+        if entry.kept in (0, GUESSED):
+            guessed, entry.kept = bool(entry.kept), 0
             self._move(entry, self.chains.leading(use, entry.name), entry.depth, guessed=guessed)
 
     # --- coming -------------------------------------------------------------------------------------
@@ -312,7 +311,8 @@ class LruIndex:
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
         nbytes, use, queue, number, depth = self._came(name)
-        entry, group = Entry(name, nbytes), self.chains.group(self.chains.leading(use, name), queue)
+        entry, leading = Entry(name, nbytes), self.chains.leading(use, name)
+        group = self.chains.group(leading, queue, at=queue.account.used_at)
         self._add(entry, group, depth)
         self.went(name, STORED, use.owner)
         if number != group.number:  # other uses came meanwhile

@@ -52,6 +52,7 @@ class Account:
     """One owner's objects in one index, in bytes.
 
     space: "" until it is known.
+    used_at: FOUND_AT for objects without an owner, which go to the engine that is the first to use them; else None.
     share: of the capacity, 0 to 1.
     present: its engine is registered now, so no other one takes its objects over.
     used: reserved and present.
@@ -59,11 +60,12 @@ class Account:
     evicted: how many of its objects were, since it came, by the owner whose objects needed the room.
     """
 
-    __slots__ = ("evicted", "objects", "owner", "pinned", "present", "share", "space", "used")
+    __slots__ = ("evicted", "objects", "owner", "pinned", "present", "share", "space", "used", "used_at")
 
     def __init__(self, owner: Hashable, space: str = "") -> None:
         self.owner = owner
         self.space = space
+        self.used_at = FOUND_AT if owner == nobody(space) else None
         self.share = 0.0
         self.present = False
         self.used = 0
@@ -96,6 +98,7 @@ class Use:
     parent: the part of a name for the block before that; "" if the first one is a root, None if it is not known.
     last: that for the last one, of a task that writes.
     continued: whether another use has taken over its objects (chains.py).
+    others: by owner, the uses of the same task or lookup whose objects belong to others (`of`).
     stop: the depth behind the last block that a storing task names, whether that found room or not; 0 for other uses.
     """
 
@@ -108,12 +111,22 @@ class Use:
     parent: str | None = None
     last = ""
     continued = False
+    others: Mapping[Hashable, Use] = MappingProxyType({})
 
     def __init__(self, *, counts: bool = True, start: int = 0, stop: int = 0, owner: Hashable = None) -> None:
         self.counts = counts
         self.start = start
         self.stop = stop
         self.owner = owner
+
+    def of(self, owner: Hashable) -> Use:
+        """The use for copies of this owner's objects. They stay its own, whoever has them copied to another level."""
+        if owner in (None, self.owner):
+            return self
+        if owner not in self.others:
+            other = Use(counts=self.counts, start=self.start, stop=self.stop, owner=owner)
+            self.others = {**self.others, owner: other}
+        return self.others[owner]
 
     def ends_at(self, place: int) -> float:
         return self.ends.get(place, math.inf)
@@ -124,7 +137,7 @@ class Use:
 
 
 # Why an object is not evicted: an owner pins it; no other level of storage has it yet; a prefetch waits for its use;
-# its removal has failed. GUESSED beside UNSAVED: it was found at a start, and nobody has used it since.
+# its removal has failed. GUESSED beside UNSAVED or AWAITED: it was found at a start, and nobody has used it since.
 PINNED, UNSAVED, AWAITED, STUCK, GUESSED = 1, 2, 4, 8, 16
 
 

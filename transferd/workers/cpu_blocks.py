@@ -249,20 +249,9 @@ class CpuBlocks:
         return results
 
     async def _copied(self, direction: Direction, copy: Callable[[], None], count: int) -> bool:
-        share = self._share
-        share.step("copy", count)
-        before = share.context.clock.monotonic()
-
-        async def copying() -> None:
-            if count <= share.context.cheap_slots:
-                copy()
-            else:
-                await share.context.threads.run(direction, copy, "copy and checksums")
-
-        try:
-            copied = await share.job.stop.copied(copying())
-        finally:
-            share.copy_s += share.context.clock.monotonic() - before
+        copied = await self._share.copied(
+            self._share.context.on_slots(count, direction, copy, "copy and checksums"), count
+        )
         if self.lost is not None:
             raise self.lost
         return copied

@@ -247,16 +247,10 @@ class Writer:
 
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
         """Have the sink's threads make the objects. Returns None if the task was stopped first."""
-        staging, lease = self._context.staging, None
-        if sink.slots_at_once:  # 0: objects are made in the sink's own memory
-            count = staging.slots_at_once(CONSUMER, min(len(positions), sink.slots_at_once))
-            lease = await share.lease(CONSUMER, count)
+        needed = sink.slots_at_once or 0  # 0: objects are made in the sink's own memory
+        lease, slots = await share.for_call(CONSUMER, "put", len(positions), needed)
         if share.stopped is not None:
-            if lease is not None:
-                lease.release()
             return None
-        share.step("put", len(positions))
-        slots = () if lease is None else staging.views(lease)
         call = sink.store(share.items(positions), blocks.fill(positions), slots)
         return _Chunk(positions, share.begin(call, lease))
 

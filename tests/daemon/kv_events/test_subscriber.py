@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.announced import announced_hashes
 from tests.support.waits import until
-from transferd.config import EventsSection, PeerSection
+from transferd.config.sections import EventsSection, PeerSection
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError

@@ -283,6 +283,31 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
     assert files.find([name(1)], None) == [False]
 
 
+@pytest.mark.parametrize("how", ["load", "prefetch"])
+async def test_a_copy_that_another_engine_brings_up_stays_its_owners(
+    open_storage: Open, tmp_path: Path, how: str
+) -> None:
+    me, other, files = EngineOwner("me", 1), EngineOwner("other", 1), FileStorage(file_config(tmp_path, 2**20))
+    memory = MemoryStorage(memory_config(2**20))
+    store = await open_storage(stack(memory, files))
+    levels, keeper = store.levels, store.levels.keeper
+    slot = memoryview(bytearray(b"a" * 100))
+    assert await levels.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
+    await levels.flush(10)
+    await memory.keeper.purge(Selection())
+    if how == "load":
+        for _ in range(files.promotes_at):
+            [outcome] = await levels.load([Item(name(1), 100, Use(owner=other))], None, [slot])
+            assert outcome.found is Found.FOUND
+    else:
+        await levels.prefetcher.to("memory", other).bring([(name(1), 100, 0)])
+    await levels._promotions.settled()
+    assert memory.find([name(1)], None) == [True]
+    assert (await keeper.purge(Selection(owner=other))).objects == 0
+    assert (await keeper.purge(Selection(owner=me))).objects == 2
+    assert await levels.exists([name(1)]) == [False]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int) -> None:
     """Against the rule said plainly: each purge is kept, and asked."""

@@ -14,12 +14,13 @@ from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
 from transferd.errors import RequestError, StorageFull, StorageUnavailable
-from transferd.storage.base import STORED, Blob
+from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.levels.base import Proof
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.paths import path_of
 from transferd.tasks import LevelChange
 
 NBYTES = 1000
@@ -61,6 +62,23 @@ async def test_a_drained_levels_only_copies_go_below_and_it_keeps_its_objects(
     assert await levels.change("memory", leaves=False) == LevelChange("memory", "used")
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.level, data) == (0, content(0))
+
+
+async def test_what_vanished_below_while_a_level_was_out_is_copied_there_again(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    files = FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1)
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), files))
+    levels = store.storage
+    assert isinstance(levels, LevelsStorage)
+    await put(store, 0, 1)
+    await levels.flush(10)
+    await levels.change("memory", leaves=True)
+    (tmp_path / "objects" / path_of(NAMES[0])).unlink()
+    assert [outcome.found for outcome, _ in await store.get((NAMES[0], NBYTES))] == [Found.MISSING]
+    await levels.change("memory", leaves=False)
+    await until(lambda: files.index.find([NAMES[0]], None) == [True], "memory alone had it")
+    assert (tmp_path / "objects" / path_of(NAMES[0])).read_bytes() == content(0)
 
 
 async def test_a_level_is_put_back_while_it_drains(open_storage: Open, tmp_path: Path) -> None:

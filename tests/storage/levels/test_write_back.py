@@ -311,7 +311,6 @@ async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(
     assert [await there(lower, i) for i in (1, 2)] == [False, True]
     assert [outcome for outcome, _ in await store.get((name(1), KIB))] == [MISSING]
     assert lost(store) == {"quarantined": 1}
-    assert not store.levels.all_levels[1].bad
 
 
 async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(

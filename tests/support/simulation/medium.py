@@ -1,4 +1,4 @@
-"""The medium of a directory of objects: it is unmounted, comes back as it was, empty, or as an older image, and fails.
+"""The medium of a directory of objects: it is unmounted, returns as it was, empty or as an image, fails and hangs.
 
 medium = Medium(path, loop.time)
 files = SimFiles(section_of([medium], capacity), [medium], clock, threads)     # the real file storage on it
@@ -6,6 +6,8 @@ files = SimFiles(section_of([medium], capacity), [medium], clock, threads)     #
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -13,23 +15,32 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.simulation.clock import SimClock
-from tests.support.simulation.disks import DyingDirectory, DyingLedger, SimHome
 from tests.support.simulation.threads import SimThreads
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
-from transferd.storage.base import Fill
+from transferd.storage.base import Drainer, Fill, Outcome, Take
+from transferd.storage.batch import Damaged
+from transferd.storage.directory import FileState, ObjectDirectory
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
+from transferd.storage.found import FoundObjects
+from transferd.storage.home import Home
+from transferd.storage.ledger import Ledger
+from transferd.storage.orders import Listed
 from transferd.storage.paths import path_of
+from transferd.storage.room import DiskState
 
+MOUNTED, BENEATH = 1, 2  # devices
+PULLED = ".pulled"  # where the directory of a disk is while the disk is not mounted
 SCRUB_RATE = 65_536  # bytes a second: what vanished is noticed, also if a faster level hides it from loads
 
 
 class Medium:
     """What lies under one path, be it mounted or not.
 
-    fault: the errno that it answers with; 0 if it is well. away: whether it is not mounted. gone: when an object has
-    left it, by its name. writes: objects written to it so far.
+    fault: the errno that it answers with; 0 if it is well. away: whether it is not mounted. hangs: whether no call to
+    it ends. gone: when an object has left it, by its name. writes: objects written to it so far. deaths, returns: how
+    often it was not well any more, and was again.
     """
 
     def __init__(self, root: Path, now: Callable[[], float]) -> None:
@@ -38,24 +49,27 @@ class Medium:
         self.root = root
         self.away = False
         self.gone: dict[str, float] = {}
-        self.directory: DyingDirectory | None = None  # of the daemon that lives
+        self.disk: FileStorage | None = None  # of the daemon that lives
+        self.fault = self.deaths = self.returns = 0
+        self.hangs = False
+        self._threads: list[SimThreads] = []
         self._now = now
-        self._fault = 0
-        self._pulled, self._image = Path(f"{root}.pulled"), Path(f"{root}.image")
-
-    @property
-    def fault(self) -> int:
-        return self._fault
-
-    @fault.setter
-    def fault(self, fault: int) -> None:
-        self._fault = fault
-        if self.directory is not None:
-            self.directory.fault = fault
+        self._pulled, self._image = Path(f"{root}{PULLED}"), Path(f"{root}.image")
 
     @property
     def unwell(self) -> bool:
-        return self.away or bool(self._fault)
+        return self.away or self.hangs or bool(self.fault)
+
+    @property
+    def serves(self) -> bool:
+        """Whether the store uses it, as far as it knows."""
+        return self.disk is not None and not self.disk.lost
+
+    def serve(self, disk: FileStorage, threads: SimThreads) -> None:
+        """From now on it is this daemon's. threads: those that call it."""
+        self.disk, self._threads = disk, [threads]
+        if self.hangs:
+            self.hang()
 
     def _file(self, name: str) -> Path:
         return (self._pulled if self.away else self.root) / "objects" / path_of(name)
@@ -85,8 +99,29 @@ class Medium:
     def left(self, name: str) -> None:
         self.gone[name] = self._now()
 
+    def fail(self, fault: int) -> None:
+        self.deaths += 1
+        self.fault = fault
+
+    def hang(self) -> None:
+        """No call to it ends until it is well again."""
+        self.deaths += not self.hangs
+        self.hangs = True
+        for threads in self._threads:
+            for gate in threads.gates.values():
+                gate.hold()
+
+    def heal(self) -> None:
+        """It answers again; what is not mounted stays so."""
+        self.returns += self.hangs or bool(self.fault)
+        self.fault, self.hangs = 0, False
+        for threads in self._threads:
+            for gate in threads.gates.values():
+                gate.release()
+
     def go(self) -> None:
         """It is unmounted: what is at its path now is the empty directory that it was mounted on."""
+        self.deaths += 1
         self.away, self.went = True, self._now()
         self.root.rename(self._pulled)
         self.root.mkdir()
@@ -97,9 +132,10 @@ class Medium:
 
     def come_back(self, how: str) -> None:
         """how: "same", "empty", or "image", an older copy of it. Raises AssertionError if somebody wrote beneath it."""
-        self.fault = 0
+        self.heal()
         if not self.away:
             return
+        self.returns += 1
         beneath = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*"))
         assert not beneath, f"mount: {beneath[:4]} were written beneath a disk that was not mounted"
         self.root.rmdir()
@@ -136,33 +172,62 @@ class SimFiles:
             disk = kind(one, scrub_rate=SCRUB_RATE, clock=clock, threads=threads(f"disk {number}", 3), unit=4096)
             if isinstance(disk, Disk):
                 disk._drawing = bytes([number])  # not from a path that is another one in each run
-            directory = disk._directory
-            directory.__class__ = WatchedDirectory
-            directory.home.__class__ = SimHome
-            disk.ledger.__class__ = DyingLedger
-            disk.ledger.medium = directory  # type: ignore[attr-defined]
-            assert isinstance(directory, WatchedDirectory)
-            directory.medium, directory.fault = medium, medium.fault
-            medium.directory = directory
+            directory, ledger = disk._directory, disk.ledger
+            directory.__class__, directory.home.__class__, ledger.__class__ = SimDirectory, SimHome, SimLedger
+            assert isinstance(directory, SimDirectory)
+            assert isinstance(ledger, SimLedger)
+            directory.medium = ledger.medium = medium
+            medium.serve(disk, disk._threads)  # type: ignore[arg-type]
             made.append(disk)
         self.storage = made[0] if len(made) == 1 else Disks([disk for disk in made if isinstance(disk, Disk)])
 
 
-class WatchedDirectory(DyingDirectory):
-    """A DyingDirectory whose medium hears what leaves it."""
+class SimHome(Home):
+    """A disk is mounted at its path unless `Medium.go` has pulled it: all of them lie on one real device."""
+
+    def _device_of(self, fd: int) -> int:
+        there = os.readlink(f"/proc/self/fd/{fd}")
+        return MOUNTED if there == str(self.root) and not Path(f"{self.root}{PULLED}").exists() else BENEATH
+
+    def opened(self) -> None:
+        super().opened()
+        self._above = frozenset({BENEATH})
+
+
+class SimDirectory(ObjectDirectory):
+    """An ObjectDirectory whose medium fails, and hears what leaves it. A fault EROFS is one of changes only."""
 
     medium: Medium
 
-    def remove(self, name: str, *, keep: bool = False) -> None:
-        super().remove(name, keep=keep)
-        self.medium.left(name)
+    def _answers(self, verb: str, *, changes: bool = True) -> None:
+        if self.medium.fault and (changes or self.medium.fault != errno.EROFS):
+            raise self._translated(verb, _error(self.medium), 0, str(self._root))
 
-    def set_aside(self, name: str) -> str:
-        where = super().set_aside(name)
-        self.medium.left(name)
-        return where
+    def open(self) -> None:
+        if self.medium.fault:
+            raise self.unusable(error := _error(self.medium)) from error
+        super().open()
+
+    def scan(self) -> FoundObjects:
+        if self.medium.fault == errno.EIO:
+            raise self.unusable(_error(self.medium))
+        return super().scan()
+
+    def state(self) -> DiskState:
+        return super().state()._replace(read_only=self.medium.fault == errno.EROFS)
+
+    def try_out(self) -> None:
+        self._answers("try")
+        super().try_out()
+
+    def write(self, name: str, data: memoryview) -> None:
+        self._answers("write")
+        super().write(name, data)
+        self.medium.writes += 1
 
     def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
+        if self.medium.fault:
+            return 0
         done = super().write_run(items, fill, near)
         self.medium.writes += done
         for _, _, displaced, _ in items[:done]:
@@ -170,6 +235,41 @@ class WatchedDirectory(DyingDirectory):
                 self.medium.left(displaced)
         return done
 
-    def write(self, name: str, data: memoryview) -> None:
-        super().write(name, data)
-        self.medium.writes += 1
+    def read_run(self, items: Sequence[Any], drain: Drainer | None, span: tuple[int, int] | None) -> list[Any]:
+        return [] if self.medium.fault else super().read_run(items, drain, span)
+
+    def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
+        if self.medium.fault == errno.EIO:
+            raise Damaged(self._translated("read", _error(self.medium), 0, str(self._root)))
+        return super().read(name, slot, take)
+
+    def holds(self, name: str, nbytes: int) -> FileState:
+        self._answers("find", changes=False)
+        return super().holds(name, nbytes)
+
+    def remove(self, name: str, *, keep: bool = False) -> None:
+        self._answers("remove")
+        super().remove(name, keep=keep)
+        self.medium.left(name)
+
+    def set_aside(self, name: str) -> str:
+        self._answers("remove")
+        where = super().set_aside(name)
+        self.medium.left(name)
+        return where
+
+
+class SimLedger(Ledger):
+    """The list of orders on such a medium."""
+
+    medium: Medium
+
+    def write(self, listed: Listed) -> None:
+        if self.medium.fault:
+            self.listed, self.behind = listed, True
+            raise _error(self.medium)
+        super().write(listed)
+
+
+def _error(medium: Medium) -> OSError:
+    return OSError(medium.fault, os.strerror(medium.fault))

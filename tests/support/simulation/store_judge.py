@@ -1,7 +1,22 @@
-"""What a store of all features promises, checked against its media and never against its catalogue (store_world.py)."""
+"""What a store of all features promises (store_world.py). The judge believes the media, never the catalogue.
+
+bytes       a load never delivers others than those of its key
+promise     `ok` of a hand-over or of a level that is `through`: that level had the block within the task
+buffers     a store to a healthy first level does not expire, whatever lower levels do; all staging comes back, and
+            nothing is damaged that no medium or link has spoilt
+kept        while a disk works, a store goes well; and what lies on a disk that works is read, also if a purge comes
+            while it is read
+lost        what only a failed disk has is not there, and its departure was reported
+purge       what was purged, and not stored since, is never read, and lies on no medium that the purge reached
+drain       as many objects are only in a drained level as it says
+shared      this node never deletes a good object of the bucket
+rest        when all is well, what a store says that it has is what lies on its media, what has left was reported,
+            and each level has what the levels above it have, as far as there is room; a purge leaves nothing
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,12 +24,27 @@ from tests.support.simulation.bucket import SimBucket
 from tests.support.simulation.medium import Medium
 from transferd.daemon.daemon import Daemon
 from transferd.storage.base import Storage
+from transferd.storage.levels.stack import LevelsStorage
 
 PUSHY_S, MOST_REFUSED = 10.0, 60  # a bucket that refuses is written to so often within so long, at most
 
 
+class Reading:
+    """A read that runs. kept: of each key, the promise about it at its begin. begun: what it read when a purge came."""
+
+    def __init__(self, keys: Sequence[str], judge: Judge) -> None:
+        self.keys = keys
+        self.kept = {key: judge.kept[key] for key in keys if key in judge.kept}
+        self.begun: dict[str, dict[Medium, int]] = {}
+        self.own = {key for key in keys if not judge.reads(key)}  # others' reads do not show when it begins
+
+
 class Judge:
-    """One seed's. names: of the objects, by key. durable: keys whose pin a restart leaves, and until when."""
+    """One seed's. names: of the objects, by key. durable: keys whose pin a restart leaves, and until when.
+
+    kept: keys that were stored, on which media, and how often these had died then. present: names of objects that were
+    stored and have not left, as the store tells who asks for departures. spoils: whether bytes were ever spoilt.
+    """
 
     names: dict[str, str]
     media: list[Medium]
@@ -26,6 +56,17 @@ class Judge:
     daemon: Daemon
     durable: dict[str, float]
     objects: dict[str, int]
+    kept: dict[str, dict[Medium, int]]
+    reading: list[Reading]
+    storing: Counter[str]  # how many stores of a key run
+    present: set[str]
+    spoils: bool
+    rotten: set[str]
+    started: dict[str, float]  # when the latest store of a key began
+    own: dict[str, float]  # and the latest that went well
+    found_at: float
+    pinned: set[str]  # keys that were ever pinned
+    purged_at: dict[str, float]
 
     @property
     def levels(self) -> list[str]:
@@ -39,7 +80,7 @@ class Judge:
             return {
                 key for key, name in self.names.items() if any(one.has(name) and not one.away for one in self.media)
             }
-        storage = self.storage if len(self.levels) == 1 else self.storage.all_levels[0].storage  # type: ignore[attr-defined]
+        storage = self.storage.all_levels[0].storage if isinstance(self.storage, LevelsStorage) else self.storage
         return {key for key, name in self.names.items() if storage.index.find([name], None) == [True]}
 
     def left(self, key: str, since: float) -> bool:
@@ -48,6 +89,88 @@ class Judge:
         if any(medium.away and medium.went >= since and medium.has(name) for medium in self.media):
             return True
         return any(gone.get(name, -1.0) >= since for gone in [self.bucket.gone, *(one.gone for one in self.media)])
+
+    # --- what a disk that works keeps ----------------------------------------------------------------
+
+    @property
+    def plain(self) -> bool:
+        """Whether the store is disks alone, and evicts nothing."""
+        return self.levels == ["file"] and self.objects["d"] >= 1000
+
+    def turns(self) -> list[tuple[int, int]]:
+        return [(medium.deaths, medium.returns) for medium in self.media]
+
+    def reads(self, key: str) -> bool:
+        """Whether an object is being read on a disk now."""
+        disks = [medium.disk for medium in self.media if self.plain and medium.disk is not None]
+        return any(disk._traffic.reads(self.names[key]) for disk in disks)
+
+    def forget(self, key: str) -> None:
+        """Nothing was promised of this object any more."""
+        self.durable.pop(key, None)
+        self.kept.pop(key, None)
+
+    def purges(self, engine: str | None, now: float) -> None:
+        """A purge begins or has ended. What a load reads when it begins, it goes on reading."""
+        for one in self.reading:
+            one.begun |= {key: one.kept[key] for key in one.own.intersection(one.kept) if self.reads(key)}
+        for key in self.names:  # what a life has found belongs to whichever engine uses it first
+            if engine in (None, key[0]) or self.own.get(key, -1.0) <= self.found_at or key in self.pinned:
+                self.kept.pop(key, None)
+                self.purged_at[key] = now
+
+    def check_taken(
+        self, keys: Sequence[str], stored: set[str], before: Sequence[tuple[int, int]], began: float
+    ) -> None:
+        """A store has ended. before: the turns of the media when it began."""
+        if not self.plain or any(self.purged_at.get(key, -1.0) >= began for key in keys):
+            return
+        change = [(dead - d, back - b) for (dead, back), (d, b) in zip(self.turns(), before, strict=True)]
+        died = [medium for medium, (deaths, _) in zip(self.media, change, strict=True) if deaths or medium.unwell]
+        lived = [medium for medium in self.media if medium not in died]
+        turned = any(returns for _, returns in change)  # then a trial may have gone well after a write that did not
+        hung = any(medium.hangs for medium in self.media) or turned
+        idle = [medium for medium in lived if medium.serves]
+        failed = [key for key in keys if key not in stored]
+        assert not failed or hung or not idle, f"kept: {failed} were not stored, and a disk works"
+        for key in stored.difference(self.rotten):
+            there = {medium: medium.deaths for medium in idle if medium.has(self.names[key])}
+            held = turned or any(medium.has(self.names[key]) for medium in died)
+            assert there or held, f"kept: {key} is stored, it says, and no disk has it"
+            self.kept[key] = there
+
+    def note_answer(self, keys: Sequence[str]) -> None:
+        """A store has ended: what it did not store, or has left meanwhile, is not present."""
+        self.present -= {name for key in keys if not self._said(name := self.names[key])}
+
+    def check_lost(self) -> None:
+        """What only a disk has that has failed is not there, and whoever asked for departures was told."""
+        lost = [medium for medium in self.media if self.plain and not medium.serves]
+        for name in [name for key, name in self.names.items() if lost and not self.storing[key]]:
+            here = any(one.serves and (one.has(name) or name in one.gone) for one in self.media)
+            assert here or not self._said(name), f"lost: {name} is there, it says, and no disk that works has it"
+            assert self._said(name) or name not in self.present, f"lost: {name} has left, and nobody was told"
+
+    def check_loaded(self, reading: Reading, loaded: set[str]) -> None:
+        """A read has ended, with these keys."""
+        for key in reading.keys:
+            if key in loaded:
+                continue
+            lasting = [m for m, deaths in reading.kept.get(key, {}).items() if m.deaths == deaths]
+            same = key in self.kept and self.kept[key] is reading.kept.get(key)
+            assert not (lasting and same), f"kept: {key} was stored on a disk that works, and is not there"
+            begun = [m for m, deaths in reading.begun.get(key, {}).items() if m.deaths == deaths]
+            assert not begun or key in self.rotten, f"kept: {key} was being read when a purge came, and is not there"
+
+    def check_empty(self) -> None:
+        """Everything was purged, and nothing runs."""
+        assert not self.present or "b" in self.shape, f"rest: {sorted(self.present)} were purged, and nobody was told"
+        report = self.storage.statistics()
+        if "b" not in self.shape:
+            books = {key: report.get(key, 0) for key in ("objects", "bytes", "in_flight_bytes", "purging", "pinned")}
+            assert not any(books.values()), f"rest: everything was purged, and the books say {books}"
+        left = [path.name for one in self.media for path in (one.root / "objects").rglob("*@*") if path.is_file()]
+        assert not left, f"purge: everything was purged, and {left} lie on disks"
 
     # --- at an answer -------------------------------------------------------------------------------
 
@@ -96,6 +219,12 @@ class Judge:
         if name == "file":  # the objects of a disk that has failed have left the level, and nobody can count them
             places = {key for key in places if any(one.has(self.names[key]) and not one.unwell for one in self.media)}
         others = [self.where(other) for other in self.levels if other != name]
+        places = {
+            key
+            for key in places
+            if self.started.get(key, -1.0) <= self.own.get(key, -1.0)  # else nobody was told that it is there
+            and self.purged_at.get(key, -1.0) < began  # it may have left the index, and its bytes follow
+        }
         only = {key for key in places if not any(key in one for one in others) and not self.left(key, began)}
         assert len(only) <= alone, f"drain: {name} says {alone} alone, and {sorted(only)} are nowhere else"
 
@@ -110,11 +239,18 @@ class Judge:
     def check_rest(self, report: Mapping[str, Any], written: int) -> None:
         """written: objects that were written while nobody asked for anything."""
         assert report["staging"]["used"] == 0, f"buffers: {report['staging']} at rest"
+        corrupt = report["storage"].get("corrupt", 0)
+        assert self.spoils or not corrupt, f"buffers: {corrupt} objects are damaged, and nobody has spoilt any"
         assert not written, f"rest: {written} objects were written, and nobody asked for anything"
         said = {key for key, name in self.names.items() if self._said(name)}
         held = set[str]().union(*(self.where(name) for name in self.levels if name != "object"))
         assert said - self.where("object") <= held, f"rest: said {sorted(said - held)} too much"
         assert held <= said, f"rest: {sorted(held - said)} lie on media, and the store has not found them"
+        gone = self.present - {self.names[key] for key in said}
+        assert not gone or "b" in self.shape, f"rest: {sorted(gone)} have left, and nobody was told"
+        if isinstance(self.storage, LevelsStorage):
+            assert not self.storage.unsaved, f"rest: copies of {sorted(self.storage.unsaved)} wait"
+            assert not self.storage._promotions.buffers.taken, "rest: buffers of promotions are in use"
         for above, below in zip(self.levels, self.levels[1:], strict=False):
             lacking = self.where(above) - self.where(below)
             room = below == "object" or len(self.where(below)) < self.objects["d"] - 1

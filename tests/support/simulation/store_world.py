@@ -2,19 +2,10 @@
 
 A real daemon and real clients of two engines in virtual time, over levels of memory, disks and a bucket in every
 shape. A plan draws from stores, hand-overs, loads, prefetches, pins, purges, drains, reloads, restarts and kills; disks
-go away and return (the same, empty, or as an older image), answer EIO or turn read-only; the bucket is silent, hangs or
-refuses, its lifecycle and other nodes remove objects, and its link spoils bytes; files vanish and rot.
+go away and return (the same, empty, or as an older image), answer EIO, hang or turn read-only; the bucket is silent,
+hangs or refuses, its lifecycle and other nodes remove objects, and its link spoils bytes; files vanish and rot.
 
-The judge believes the media, never the catalogue:
-
-    bytes       a load never delivers others than those of its key
-    promise     `ok` of a hand-over or of a level that is `through`: that level had the block within the task
-    buffers     a store to a healthy first level does not expire, whatever lower levels do; all staging comes back
-    purge       what was purged, and not stored since, is never read, and lies on no medium that the purge reached
-    drain       as many objects are only in a drained level as it says
-    shared      this node never deletes a good object of the bucket
-    rest        when all is well, what a store says that it has is what lies on its media, and each level has what the
-                levels above it have, as far as there is room
+What a judge expects of it is in store_judge.py.
 """
 
 from __future__ import annotations
@@ -28,220 +19,54 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 
-from tests.support.simulation.blocks import Blocks
-from tests.support.simulation.bucket import DENIED, EXPIRED, REFUSALS, SimBucket, simulated
+from tests.support.simulation.bucket import REFUSALS, simulated
 from tests.support.simulation.campaign import command
-from tests.support.simulation.clock import SimClock
-from tests.support.simulation.faults import Latency, NetworkFaults, ThreadFaults
-from tests.support.simulation.loop import PROCESS, SimLoop, simulate
-from tests.support.simulation.medium import SCRUB_RATE, Medium, SimFiles, section_of
-from tests.support.simulation.network import ENDPOINT, SimNetwork, SimServerTransport
-from tests.support.simulation.store_judge import Judge
-from tests.support.simulation.threads import SimThreads
-from tests.support.simulation.world import daemon_of_engines
-from transferd.client.client import Client
-from transferd.client.engines import Engine
-from transferd.config import LevelSection, MemoryStorageSection, ObjectStorageSection, StorageSection
+from tests.support.simulation.loop import SimLoop, simulate
+from tests.support.simulation.medium import Medium, section_of
+from tests.support.simulation.store_judge import Reading
+from tests.support.simulation.store_node import EACH, ENGINES, OBJECT, ROOMY, Node
 from transferd.config.size import Size
 from transferd.daemon import health
 from transferd.errors import Closed, TransferError
 from transferd.runtime.aio import every
 from transferd.storage import orders
-from transferd.storage.base import Storage
-from transferd.storage.levels.level import StoreLevel
-from transferd.storage.levels.stack import LevelsStorage
-from transferd.storage.memory import MemoryStorage
-from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
-from transferd.wire.credentials import Credentials
+from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
-DEVICE = "tests.support.simulation.device:SimDevice"
-BLOCKS = 24  # of the device of each engine
-LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
-OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
-SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd")
-ENGINES, EACH = ("a", "b"), 7
 MEDIA = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a seed waits for no disk
-STORE_S, SHARED_S = 20.0, 30.0
-MAX_AGE_S, RECHECK_S = 40.0, 30.0
+STORE_S, SHARED_S, HURRY_S = 20.0, 30.0, 0.03
 LOOK_S = 20.0  # between the daemon's looks at its health, which cost a third of a seed each second
 CALM_S = 100.0  # after which every copy has been made, or was given up for good
 REST_S = 30.0  # for which nothing is written then
 ACTIONS = {
     "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 7, "drain": 2, "use": 3,
-    "kill": 3, "away": 2, "ill": 1, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
+    "kill": 3, "away": 2, "ill": 2, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
     "flip": 6, "remove": 5, "reload": 1, "clock": 1,
 }  # fmt: skip
 
 
-class OneUser(SimServerTransport):
-    """Every client is the daemon's user."""
+class Story(Node):
+    """One seed: what happens to the node."""
 
-    def credentials(self, peer: bytes) -> Credentials:
-        return Credentials(0, os.geteuid(), os.getegid())
-
-
-class UserNetwork(SimNetwork):
-    def server(self) -> SimServerTransport:
-        return OneUser(self)
-
-
-@dataclass
-class Story(Judge):
-    """One seed. names: of the objects, by key."""
-
-    loop: SimLoop
-    directory: Path
-    off: frozenset[str] = frozenset()
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        loop = self.loop
-        self.clock, self.chance = SimClock(loop), loop.stream("story")
-        self.network = UserNetwork(rng=loop.stream("network"), faults=NetworkFaults(Latency(0.0001, 0.001)))
-        self.shape = self.chance.choice(SHAPES)
-        self.bucket = SimBucket(loop.stream("bucket"), loop.time)
-        self.bucket.deletes = self.deleted
-        self.media = [Medium(self.directory / f"disk-{number}", loop.time) for number in range(self.shape.count("d"))]
-        self.objects = {"m": self.chance.randint(4, 9), "d": self.chance.randint(8, 16)}  # of each place, at most
-        self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
-        self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]
-        self.lives = self.tasks = 0
-        self.drained: set[str] = set()
+    def __init__(self, loop: SimLoop, directory: Path) -> None:
+        super().__init__(loop, directory)
+        self.seen = Counter[str]()
+        self.tasks = self.harm = 0
+        self.spoils = False
+        self.drained, self.pinned, self.rotten = set(), set(), set()
         self.calm = loop.time()  # since when the first level is well
-        self.found_at = 0.0  # when a store last looked for objects, at a start or as a disk returned
-        self.durable: dict[str, float] = {}
-        self.harm = 0
-        self.rotten: set[str] = set()  # keys whose files were damaged: whoever finds that sets them aside
+        self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
+        self.reading = []
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.purged: set[str] = set()
         self.purged_in_part: set[str] = set()  # of these, while a disk was away: a kill may forget it
-        self.pinned: set[str] = set()  # keys that were ever pinned
-        self.started: dict[str, float] = {}  # when the latest store of a key began, and the latest that went well
-        self.own: dict[str, float] = {}
         self.storing: Counter[str] = Counter()
-        self.names: dict[str, str] = {}
-        self.free: dict[str, list[int]] = {}
-        self.blocks: dict[str, Blocks] = {}
         self.working: set[asyncio.Task[None]] = set()
-        self.clients: dict[str, Client] = {}
-
-    # --- the node -----------------------------------------------------------------------------------
-
-    @property
-    def process(self) -> str:
-        return f"daemon {self.lives}"
-
-    def build(self) -> Storage:
-        """The storage of a new life, on the media as they are."""
-        capacity = {kind: count * OBJECT for kind, count in self.objects.items()}
-        file = section_of(self.media, capacity["d"])
-        self.config = StorageSection(
-            scrub_rate=Size(SCRUB_RATE),
-            memory=MemoryStorageSection(capacity=Size(capacity["m"])),
-            file=file,
-            object=ObjectStorageSection(url="s3://bucket/p", region="x", concurrency=4, timeout=5.0),
-            level={
-                "file": LevelSection(write="through" if self.through else "back", write_back_max_age=MAX_AGE_S),
-                "object": LevelSection(write_back_max_age=MAX_AGE_S, recheck=RECHECK_S),
-            },
-        )
-        made: dict[str, Storage] = {}
-        if "m" in self.shape:
-            memory = MemoryStorage(self.config.memory, self.clock)
-            memory._threads = memory._effects._threads = self.threads("memory", 2)
-            made["memory"] = memory
-        self.disks: SimFiles | None = None
-        if "d" in self.shape:
-            self.disks = SimFiles(file, self.media, self.clock, self.threads)
-            made["file"] = self.disks.storage
-        if "b" in self.shape:
-            made["object"] = self.bucket.storage(self.config.object, self.clock, self.threads("object", 4))
-        if len(made) == 1:
-            return next(iter(made.values()))
-        levels = [
-            StoreLevel(number, name, storage, self.config.level.get(name, LevelSection()), self.clock.monotonic)
-            for number, (name, storage) in enumerate(made.items())
-        ]
-        return LevelsStorage(levels, self.clock, self.threads("levels", 2))
-
-    def threads(self, what: str, size: int) -> SimThreads:
-        pace = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
-        return SimThreads(size, faults=pace, rng=self.loop.stream(f"{what} {self.lives}"))
-
-    async def begin(self) -> None:
-        """A daemon in a process of its own, which can be killed, and two engines."""
-        if self.bucket.fault in (DENIED, EXPIRED):  # a daemon does not start without rights
-            self.bucket.fail("")
-        if self.media and all(medium.unwell for medium in self.media):  # nor without any disk
-            self.media[0].come_back("same")
-        for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
-            if medium.away:
-                medium.come_back("same")
-        self.lives += 1
-        self.found_at = self.loop.time()
-        self.storage = self.build()
-        self.context = copy_context()
-        self.context.run(PROCESS.set, self.process)
-        await self.context.run(self.loop.create_task, self._open())
-        await every([self._engine(name) for name in ENGINES])
-        self.check_pinned_again(self.loop.time())
-
-    async def _open(self) -> None:
-        threads = self.threads("offload", 4)
-        self.daemon = daemon_of_engines(DEVICE, self.network, threads, self.storage, self.clock)
-        await self.daemon.open()
-
-    async def _engine(self, name: str) -> None:
-        link = f"{name}-{self.lives}"
-        client = Client(
-            ENDPOINT, clock=self.clock, transport=self.network.client(link), name=link, engine=name, await_ready=False
-        )
-        self.clients[name] = client
-        await client.connect()
-        await client.register(Engine(ranks=1, model="m", layout=LAYOUT))
-        await client.device_handle(0)
-        await client.wait_ready(5)
-        hosted = self.daemon.engines.get(name)
-        assert hosted is not None
-        devices: list[Any] = [worker.context.device for worker in hosted.workers]
-        count = BLOCKS
-        self.blocks[name] = Blocks.of(hosted.layout.device, [device.memory for device in devices], range(count))
-        self.free[name] = list(range(count))
-        keys = [key for key in self.keys if key[0] == name]
-        [[names]] = [names async for names in hosted.lookup._names(keys, at_once=True)]
-        self.names.update(zip(keys, names, strict=True))
-
-    async def end(self, *, clean: bool) -> None:
-        """The daemon stops, or is killed; its clients go with it."""
-        if clean:
-            limit = self.loop.time() + 60.0
-            for client in self.clients.values():
-                await client.close()
-            await self.daemon.stop(lambda: max(0.0, limit - self.loop.time()))
-        else:
-            self.network.crash()
-            self.loop.kill(self.process)
-            self.storage.abandon()
-            for client in self.clients.values():
-                await client.close()
-        await every(self.working)
-        self.working.clear()
-        self.storing.clear()
-        self.drained.clear()
-        self.purged -= self.purged_in_part
-        self.purged_in_part.clear()
-        if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
-            self.purged.clear()
-
-    # --- what happens -------------------------------------------------------------------------------
 
     async def run(self) -> Counter[str]:
         try:
@@ -266,9 +91,10 @@ class Story(Judge):
             self.check_rest(self.context.run(self.daemon.stats), self.written - written)
             for clean in (False, True):
                 await self.check_reads()
-                await self.end(clean=clean)
-                await self.begin()
+                await self.again(clean=clean)
             await self.check_reads()
+            await self.purge(None)
+            self.check_empty()
             await self.end(clean=True)
         return self.seen
 
@@ -278,6 +104,7 @@ class Story(Judge):
         self.seen[what] += 1
         self.check_durable(self.loop.time())
         self.check_refused()
+        self.check_lost()
         if not self.first_is_well:
             self.calm = self.loop.time()
         work = getattr(self, f"_{what}")()
@@ -327,7 +154,8 @@ class Story(Judge):
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life = self.lives
+        life, before = self.lives, self.turns()
+        self.present.update(self.names[key] for key in keys)  # it may leave before the answer
         for key, block in zip(keys, own, strict=True):
             blocks.fill(block, key)
             self.purged.discard(key)
@@ -339,7 +167,7 @@ class Story(Judge):
         task = WriteStorageTask(task_id=f"w{self.tasks}", keys=list(keys), gpu_block_ids=own, timeout=timeout)
         if shared:
             task = msgspec.structs.replace(task, shared=True)
-        result = await self.clients[engine].submit(task)
+        result, given_up = await self.submit(engine, task)
         if life != self.lives:
             return
         self._give(engine, own)
@@ -348,8 +176,17 @@ class Story(Judge):
         self.seen[f"{'hand over' if shared else 'store'} {result.status}"] += 1
         stored = {key for key, block in zip(keys, own, strict=True) if block in result.block_ids}
         self.check_stored(stored, began, shared=shared)
+        self.note_answer(keys)
+        if not given_up:
+            self.check_taken(keys, stored, before, began)
         self.own.update(dict.fromkeys(stored, began))
-        if result.status is Status.EXPIRED and not shared and not self.through and self.shape[0] == "m":
+        if (
+            result.status is Status.EXPIRED
+            and not given_up
+            and not shared
+            and not self.through
+            and self.shape[0] == "m"
+        ):
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
 
     def _read(self) -> Any:
@@ -357,26 +194,41 @@ class Story(Judge):
         return functools.partial(self.read, keys)
 
     async def read(self, keys: Sequence[str]) -> None:
-        engine = keys[0][0]
+        engine = keys[0][0] if self.chance.random() < 0.8 else self.chance.choice(ENGINES)
         forbidden = {key for key in keys if key in self.purged}
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life = self.lives
+        life, reading = self.lives, Reading(keys, self)
         self.tasks += 1
         task = ReadStorageTask(
             task_id=f"r{self.tasks}", keys=list(keys), gpu_block_ids=own, prefix=False, timeout=SHARED_S
         )
-        result = await self.clients[engine].submit(task)
+        self.reading.append(reading)
+        result, given_up = await self.submit(engine, task)
         if life != self.lives:
             return
+        self.reading.remove(reading)
         self.seen[f"read {result.status}"] += 1
+        if not given_up:
+            self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
         for key, block in zip(keys, own, strict=True):
             if block in result.block_ids:
                 assert blocks.holds(block, key), f"bytes: {key} has others"
                 gone = key in forbidden and key in self.purged
                 assert not gone, f"purge: {key} was purged, never stored again, and is read"
         self._give(engine, own)
+
+    async def submit(self, engine: str, task: ReadStorageTask | WriteStorageTask) -> tuple[TaskResult, bool]:
+        """The result, and whether the engine has given the task up: it was in a hurry, or cancelled it."""
+        drawn, client = self.chance.random(), self.clients[engine]
+        if drawn < 0.05:
+            task = msgspec.structs.replace(task, timeout=HURRY_S)
+        pushed = self.loop.create_task(client.submit(task))
+        if drawn > 0.95:
+            await asyncio.sleep(self.chance.uniform(0.0, 2 * HURRY_S))
+            await client.cancel(task.task_id)
+        return await pushed, not 0.05 <= drawn <= 0.95
 
     def _take(self, engine: str, count: int) -> list[int] | None:
         free = self.free[engine]
@@ -394,7 +246,7 @@ class Story(Judge):
         return None
 
     async def prefetch(self, keys: Sequence[str]) -> None:
-        result = await self.clients[keys[0][0]].prefetch(keys, to="memory", timeout=SHARED_S)
+        result = await self.clients[self.chance.choice(ENGINES)].prefetch(keys, to="memory", timeout=SHARED_S)
         self.seen["prefetched"] += len(result.block_ids)
 
     def harmed(self) -> None:
@@ -427,16 +279,18 @@ class Story(Judge):
         fits = [key for key in self.keys if engine in (None, key[0]) and not self.storing[key]]
         aside = {medium: medium.set_aside() for medium in self.media}
         self.harmed()
+        self.purges(engine, math.inf)  # until it has ended
         try:
             purged = await self.clients[engine or "a"].purge(engine=engine)
         finally:
             self.harmed()
+            self.purges(engine, self.loop.time())
         if life != self.lives:
             return
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
-            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at}
+            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         self.check_purged(gone, aside, missed)
@@ -474,14 +328,22 @@ class Story(Judge):
                     self.bucket.forget(one)
             self.drained.discard(name)
             await self.clients["a"].use_level(name)
+            self.found_at = max(self.found_at, self.loop.time())
 
     def _kill(self) -> Any:
         return self.again
 
-    async def again(self) -> None:
-        """Another life of the daemon."""
-        await self.end(clean=self.chance.random() < 0.4)
+    async def again(self, *, clean: bool | None = None) -> None:
+        await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
+        await every(self.working)
+        for one in (self.working, self.storing, self.reading, self.drained):
+            one.clear()
+        self.purged -= self.purged_in_part
+        self.purged_in_part.clear()
+        if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
+            self.purged.clear()
         await self.begin()
+        self.check_pinned_again(self.loop.time())
 
     def medium(self) -> Medium | None:
         return self.chance.choice(self.media) if self.media else None
@@ -494,13 +356,14 @@ class Story(Judge):
     def _ill(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
             self.harmed()
-            medium.fault = self.chance.choice([errno.EIO, errno.EROFS])
+            how = self.chance.choice([errno.EIO, errno.EROFS, 0])
+            medium.fail(how) if how else medium.hang()
 
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
             self.harmed()
+            self.found_at = math.inf
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
-            self.found_at = math.inf  # until it is found again, which nobody says
 
     def _image(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
@@ -515,18 +378,21 @@ class Story(Judge):
             self.bucket.fail(self.chance.choice(["silent", "hang", *REFUSALS]))
 
     def _link(self) -> None:
+        self.spoils = True
         self.bucket.link = not self.bucket.link
 
     def _heal(self) -> None:
         self.bucket.fail("")
         for medium in self.media:
-            medium.fault = 0
+            if medium.fault or medium.hangs:
+                self.found_at = math.inf  # until it is found again, which nobody says
+            medium.heal()
 
     def _flip(self) -> None:
         key = self.chance.choice(self.latest or self.keys)
-        name = self.names[key]
+        name, self.spoils = self.names[key], True
         self.rotten.add(key)
-        self.durable.pop(key, None)
+        self.forget(key)
         for medium in self.media:
             medium.flip(name, self.chance)
         if (data := self.bucket.objects.get(name)) is not None:
@@ -535,13 +401,13 @@ class Story(Judge):
 
     def _remove(self) -> None:
         if (medium := self.medium()) is not None:
-            self.durable.pop(key := self.chance.choice(self.keys), None)
+            self.forget(key := self.chance.choice(self.keys))
             medium.remove(self.names[key])
 
     def _reload(self) -> None:
         self.harmed()
-        for kind in self.objects:
-            self.objects[kind] = self.chance.randint(4, 12)
+        for kind, objects in self.objects.items():
+            self.objects[kind] = self.chance.randint(4, 12) if objects < ROOMY else ROOMY
         capacity = {kind: Size(count * OBJECT) for kind, count in self.objects.items()}
         replace = msgspec.structs.replace
         self.config = replace(

@@ -199,7 +199,6 @@ class StoreLevel:
         self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason
         self.found = Outcome(Found.FOUND, level=number) if number else FOUND
         self.stuck: Counter[str] = Counter()  # names that calls that were too slow are still reading
-        self.bad: Counter[str] = Counter()  # names that are being quarantined here
         self._hints = Names()  # when a level that is not `known` said that it has a name
         self._absent = Names()
         self.hidden = Hidden()
@@ -261,15 +260,21 @@ class StoreLevel:
             if self.stuck[name] <= 0:
                 del self.stuck[name]
 
-    def has(self, names: Sequence[str]) -> list[bool | None]:
-        """For each name, whether it is here; None if only `Storage.exists` can find out."""
+    def find(self, names: Sequence[str], use: Use | None = None) -> list[bool] | None:
+        """The answer of its index (`Index.find`). A level that cannot be read has nothing."""
         try:
-            found = self.storage.index.find(names, None)
+            return self.storage.index.find(names, use)
         except StorageError:
             return [False] * len(names)
-        if found is None:
-            return [None] * len(names)
-        return list(found)
+
+    def has(self, names: Sequence[str]) -> list[bool | None]:
+        """For each name, whether it is here; None if only `Storage.exists` can find out."""
+        found = self.find(names)
+        return [None] * len(names) if found is None else list(found)
+
+    def use_of(self, name: str, use: Use) -> Use:
+        """The use by which another level gets a copy of this level's copy: an object has one owner in all levels."""
+        return use.of(self.storage.index.owner_of(name))
 
     def absent(self, name: str) -> bool:
         """Whether a level that is not `known` has just answered that it is not there."""
@@ -312,16 +317,6 @@ class StoreLevel:
     def seems_to_have(self, name: str) -> bool:
         """Whether it has the object, without I/O; answers also while it is left out."""
         return self.has([name]) == [True] if self.known else self.hint(name) is not None
-
-    def is_good(self, name: str) -> None:
-        """Note that the bad copy of this name has been put aside."""
-        self.bad[name] -= 1
-        if not self.bad[name]:
-            del self.bad[name]
-
-    def skips(self, name: str) -> bool:
-        """Whether no load of this object should go here now."""
-        return name in self.stuck or name in self.bad
 
     def statistics(self, found: Mapping[str, Any], pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
         """Its own figures beside `found`, those of its storage."""

@@ -140,7 +140,7 @@ class StackLoad:
         return groups
 
     def _asks(self, level: StoreLevel, i: int) -> bool:
-        return not level.skips(self._items[i].name) and self._items[i].name not in level.hidden
+        return self._items[i].name not in level.stuck and self._items[i].name not in level.hidden
 
     async def _ask_all(self, groups: dict[StoreLevel, list[int]]) -> None:
         """Load from the levels of a round, at the same time as far as slots allow."""

@@ -26,19 +26,12 @@ class LookUps:
         for level in self._parts.levels:
             if level.out:
                 continue
-            there = self.found(level, names, use)
+            there = level.find(names, use)
             if there is None:
                 unknown = True
             else:
                 found = [one or other for one, other in zip(found, there, strict=True)]
         return None if unknown and not all(found) else found
-
-    def found(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        """One level's answer without I/O; None if it has no index and must be asked."""
-        try:
-            return level.storage.index.find(names, use)
-        except StorageError:
-            return [False] * len(names)
 
     async def exists(self, names: Sequence[str], use: Use, *, now: bool = False) -> list[bool]:
         """Ask a level. One that fails, or is too slow, counts as having nothing. now: believe no recent "not there"."""
@@ -46,7 +39,7 @@ class LookUps:
         for level in self._parts.levels:
             if level.out or level.lookups.out:
                 continue
-            there = self.found(level, names, use)
+            there = level.find(names, use)
             if there is None:
                 which = [i for i, one in enumerate(found) if not one and (now or not level.absent(names[i]))]
                 for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
@@ -63,7 +56,7 @@ class LookUps:
     async def _where(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
         if level.out or level.lookups.out:
             return [False] * len(names)
-        there = self.found(level, names, None)
+        there = level.find(names)
         return await self._asked(level, names) if there is None else there
 
     async def _asked(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
@@ -85,9 +78,7 @@ class LookUps:
         except StorageError:
             return [False] * len(names)
         level.lookups.ended(self._parts.now() - began)
-        there = [
-            one and name not in level.bad and name not in level.hidden for name, one in zip(names, there, strict=True)
-        ]
+        there = [one and name not in level.hidden for name, one in zip(names, there, strict=True)]
         for name, one in zip(names, there, strict=True):
             (level.stored if one else level.missed)(name)
         return there

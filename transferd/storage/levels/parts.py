@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transferd.runtime.aio import answered
@@ -54,17 +54,16 @@ class StackParts:
         while self._late:
             await asyncio.wait(self._late)
 
+    def source(self, level: StoreLevel, name: str) -> StoreLevel | None:
+        """The first level above this one from which an object can be copied there."""
+        above = self.levels[: level.number]
+        return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
+
     def lost(self, level: StoreLevel, item: Item) -> None:
         """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
         one = self.unsaved.get(item.name)
         if one is not None and one.source is level and one.nbytes != item.nbytes:
-            self.damaged(level, item.name)
-
-    def damaged(self, level: StoreLevel, name: str) -> None:
-        """Raise a fence for copies of what was read in this level."""
-        self.fences.damaged(name, level.number)
-        for back in self.write_backs:
-            back.damaged(name, level)
+            self.fences.damaged(item.name, level.number)
 
     def withdraw(self, level: StoreLevel, name: str) -> asyncio.Future[Any]:
         """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it."""
@@ -86,19 +85,6 @@ class StackParts:
     def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
         """Begin a quarantine now: a level with an index has dropped the object when this returns."""
         level.unsettle(name)
-        level.bad[name] += 1
-
-        async def ended(call: Awaitable[None]) -> None:
-            try:
-                await call
-            finally:
-                level.is_good(name)
-
-        try:
-            call = level.storage.quarantine(name)
-        except BaseException:
-            level.is_good(name)
-            raise
-        future = asyncio.ensure_future(ended(call))
+        future = asyncio.ensure_future(level.storage.quarantine(name))
         self.watch(future)
         return future

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, S
 from dataclasses import dataclass, field
 
 from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_name
-from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable
+from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import in_turns
 from transferd.runtime.threads import Direction
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
@@ -53,7 +53,7 @@ class StackBringing(Bringing):
         self.use = use
         self.free_only = free_only
         self.brought: dict[str, int] = {}
-        self.error: StorageError | None = None
+        self.error: TransferError | None = None
         self.stopped = False
         self.kept: set[str] = set()  # the names of objects that are not evicted because of it
         self._owner = owner
@@ -208,7 +208,7 @@ class StackPrefetcher(Prefetcher):
                     await parts.promotions.run(self._batch(one, batch))
                 _take_off(awaited, left[: len(batch)])
                 left = left[len(batch) :]
-        except StorageError as error:
+        except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
             one.error = one.error or error
         finally:
             _take_off(awaited, left)
@@ -296,8 +296,10 @@ class StackPrefetcher(Prefetcher):
         born: int,
     ) -> None:
         parts, level = self._parts, one.level
+        uses = [parts.levels[at].use_of(item.name, one.use) for item, at in zip(items, sources, strict=True)]
+        items = [Item(item.name, item.nbytes, use, item.depth) for item, use in zip(items, uses, strict=True)]
         answers = await with_slots_back(level.storage.store(items, None, slots))
-        for item, source, answer in zip(items, sources, answers, strict=True):
+        for item, use, source, answer in zip(items, uses, sources, answers, strict=True):
             if parts.fences.forbids(item.name, born, source):
                 if answer.found is Found.STORED:
                     await parts.withdraw(level, item.name)
@@ -308,7 +310,7 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or answer.error
             if answer.found is Found.STORED:
                 level.stored(item.name)
-                level.storage.index.release(item.name, one.use)
+                level.storage.index.release(item.name, use)
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
                 parts.promotions.note(item.name, parts.levels[source], level)

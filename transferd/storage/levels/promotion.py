@@ -155,7 +155,11 @@ class Promotions:
         fresh: Sequence[int],
         born: int,
     ) -> None:
-        above = [items[i] for i in fresh]
+        above = [
+            Item(name, nbytes, source.use_of(name, use), depth)
+            for name, nbytes, use, depth in [items[i] for i in fresh]
+            if use is not None
+        ]
         try:
             outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
             for item, outcome in zip(above, outcomes, strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from transferd.config import LevelSection, StorageSection
-from transferd.errors import Closed, StillRunning, StorageError
+from transferd.errors import StillRunning, StorageError
 from transferd.runtime.aio import Paced, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools, Threads
@@ -168,7 +168,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     @functools.cached_property
     def keeper(self) -> LevelsKeeper:
-        return LevelsKeeper(self._parts, self._storing)
+        return LevelsKeeper(self._parts, self._proving)
 
     @property
     def levels(self) -> Levels:
@@ -183,11 +183,9 @@ class LevelsStorage(Storage, Index, Levels):
         return self._prefetcher
 
     async def change(self, name: str, *, leaves: bool) -> LevelChange:
-        self._check_open()
         return await (self._leaving.drain(name) if leaves else self._leaving.use(name))
 
     async def only_here(self) -> tuple[int, int]:
-        self._check_open()
         return await self._leaving.only_here()
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
@@ -256,10 +254,6 @@ class LevelsStorage(Storage, Index, Levels):
     def abandon(self) -> list[str]:
         return [call for level in self.all_levels for call in level.storage.abandon()] + self._threads.under_way()
 
-    def _check_open(self) -> None:
-        if self._closed or not self._open:
-            raise Closed(f"{self.backend} storage is closed")
-
     # --- uses ---------------------------------------------------------------------------------------
 
     def touch(self, items: Sequence[Item]) -> None:
@@ -293,20 +287,16 @@ class LevelsStorage(Storage, Index, Levels):
     # --- look-ups -----------------------------------------------------------------------------------
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        self._check_open()
         return self._look_ups.find(names, use)
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look up in all levels. A level that fails, or does not answer in time, counts as having nothing."""
-        self._check_open()
         return await self._look_ups.exists(names, Use())
 
     async def exists_now(self, names: Sequence[str]) -> list[bool]:
-        self._check_open()
         return await self._look_ups.exists(names, Use(), now=True)
 
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        self._check_open()
         return await self._look_ups.where(names)
 
     def having(self, name: str) -> int:
@@ -317,11 +307,10 @@ class LevelsStorage(Storage, Index, Levels):
 
         What the task owes to those levels is `prove`'s.
         """
-        self._check_open()
         level = next((one for one in self.all_levels if one.known and not one.out), None)
         if level is None:
             return [False] * len(names)
-        there = self._look_ups.found(level, names, use)
+        there = level.find(names, use)
         assert there is not None
         if use is not None:
             here = [(name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one]
@@ -336,7 +325,6 @@ class LevelsStorage(Storage, Index, Levels):
     async def prove(
         self, objects: Sequence[tuple[str, int, int]], use: Use, since: float
     ) -> list[Proof | StorageError]:
-        self._check_open()
         return await self._proving.prove(objects, use, since)
 
     def slots_for(self, names: Sequence[str]) -> int:
@@ -360,10 +348,9 @@ class LevelsStorage(Storage, Index, Levels):
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
         """Loads a few bytes that are in the first level's memory at once, and returns a done future."""
-        self._check_open()
         items = as_chain(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
-        if first.storage.slots_at_once == 0 and first.known and not first.out and not first.bad:
+        if first.storage.slots_at_once == 0 and first.known and not first.out:
             there = first.storage.index.find([item.name for item in items], None)
             if there is not None and all(there):
                 answer = first.storage.load(items, drain, slots)
@@ -393,7 +380,6 @@ class LevelsStorage(Storage, Index, Levels):
     # --- stores -------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        self._check_open()
         return self._stored(as_chain(items), fill, slots)
 
     async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
@@ -414,7 +400,7 @@ class LevelsStorage(Storage, Index, Levels):
     def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
         """Only in this level, and in the level with a copy of its copy."""
         at = self.all_levels[level]
-        self._parts.damaged(at, name)
+        self._parts.fences.damaged(name, level)
         works = [self._parts.put_aside(at, name)]
         if (above := self._promotions.damaged(name, at)) is not None:
             works.append(self._parts.put_aside(above, name))

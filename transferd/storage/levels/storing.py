@@ -181,7 +181,7 @@ class _Store:
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
         """Store these in one level. Returns those that it did not take."""
-        which = [i for i in todo if not level.skips(self._items[i].name)]
+        which = [i for i in todo if self._items[i].name not in level.stuck]
         if why := level.out_for_stores or ("" if which else "it has not ended an earlier store of these"):
             for i in todo:
                 self._outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(f"{level.name}: {why}")))

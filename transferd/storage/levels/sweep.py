@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from transferd.runtime.aio import Paced, in_turns
@@ -55,7 +55,7 @@ class Sweep:
             if back.level.known:
                 back.level.storage.index.tell_losses(functools.partial(self._lost, back))
             else:
-                self._starting.add(asyncio.get_running_loop().create_task(self._at_start(back)))
+                self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
 
     async def close(self) -> None:
         starting, self._starting = self._starting, set()
@@ -69,7 +69,9 @@ class Sweep:
     def ended(self, name: str, level: StoreLevel, why: str) -> None:
         """Note that a copy to this level was given up, for this reason."""
         back = self._to(level)
-        if why != "close" and self._source(back, name) is not None:  # also what another owner's purge has forbidden
+        if (
+            why != "close" and self._parts.source(level, name) is not None
+        ):  # also what another owner's purge has forbidden
             self._remember(back, name)
 
     def used(self, items: Iterable[Item]) -> None:
@@ -83,13 +85,13 @@ class Sweep:
                 continue
             for back in self._lacking:
                 if back.has_leisure and self._asks(back, item.name, now):
-                    self._queue(back, item.name, {item.use.owner: item.use}, item.depth)
+                    self._queue(back, item.name, item.use, item.depth)
 
     def open_anew(self, level: StoreLevel) -> None:
-        """Note that a level was put back, perhaps with another medium."""
+        """Note that a level was put back, perhaps with another medium. While it was out, levels below lost objects."""
         for back in self._lacking:
-            if back.level is level and not level.known:
-                self._starting.add(asyncio.get_running_loop().create_task(self._at_start(back)))
+            if back.level.number > level.number if back.level.known else back.level is level:
+                self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -107,16 +109,10 @@ class Sweep:
         self._rechecks -= 1
         return True
 
-    def _source(self, back: WriteBack, name: str) -> StoreLevel | None:
-        above = self._parts.levels[: back.level.number]
-        return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
-
-    def _queue(self, back: WriteBack, name: str, uses: dict[Hashable, Use], depth: int) -> None:
-        """Queue a copy, if a level above has the object. uses: by owner, who is the same in each level."""
-        source = self._source(back, name)
+    def _queue(self, back: WriteBack, name: str, use: Use, depth: int) -> None:
+        """Queue a copy, if a level above has the object."""
+        source = self._parts.source(back.level, name)
         if source is not None:
-            owner = source.storage.index.owner_of(name)
-            use = uses.setdefault(owner, Use(owner=owner))
             self._storing.save(source, name, use, depth, lacking=[back])
 
     def _remember(self, back: WriteBack, name: str) -> None:
@@ -128,17 +124,16 @@ class Sweep:
 
     def _lost(self, back: WriteBack, name: str) -> None:
         """An object has left a level that knows its objects, and was not evicted."""
-        if self._source(back, name) is None:
+        if self._parts.source(back.level, name) is None:
             return
         purging = self._parts.fences.purging(name)  # perhaps of the copies above, too
         if back.has_leisure and not back.level.out_for_stores and not purging:
-            self._queue(back, name, {}, 0)
+            self._queue(back, name, Use(), 0)
         else:
             self._remember(back, name)
 
     async def _sweep(self, back: WriteBack) -> None:
-        lacking, depth = self._lacking[back], 0
-        uses: dict[Hashable, Use] = {}  # one for each owner, so that they keep their order
+        lacking, use, depth = self._lacking[back], Use(), 0
         todo = list(lacking)
         lacking.clear()
         while todo and not back.level.out_for_stores and await back.emptied():
@@ -147,22 +142,23 @@ class Sweep:
             for name in some:
                 depth += 1
                 if name not in self._parts.unsaved and self._storing.lacks(back.level, name):
-                    self._queue(back, name, uses, depth)
+                    self._queue(back, name, use, depth)
         for name in todo:
             lacking[name] = None
         if lacking:
             self._sweeps[back].soon()
 
-    async def _at_start(self, back: WriteBack) -> None:
-        """Ask for the last used objects of each level above."""
+    async def _compare(self, back: WriteBack) -> None:
+        """Remember what the level lacks of each level above; of the last used objects, if it must be asked."""
         names: dict[str, None] = {}
         for source in self._parts.levels[: back.level.number]:
             room = int(back.level.section.write_back_bytes)
             async for name, nbytes in in_turns(source.storage.index.hottest_first()):
-                room -= nbytes
+                room -= 0 if back.level.known else nbytes
                 if room < 0:
                     break
-                names[name] = None
+                if back.level.has([name]) != [True]:  # also while it is away: a sweep waits for it
+                    names[name] = None
         for name in reversed(names):
             self._remember(back, name)
         self._sweeps[back].soon(at_once=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import PdSection
+from transferd.config.sections import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake.client import LEVELS, STALL_LIMITS, STALL_S, silence
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
