@@ -293,7 +293,7 @@ def of_ranks(count: int, storage: Storage | None = None) -> Any:
     namer = ObjectNamer("m", "f")
 
     def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
-        return [[name] * count for name in namer.names(generation, namer.digests(keys), 3)]
+        return [[name] * count for name in namer.names(generation, namer.ids(keys), 3)]
 
     async def exists(keys: Sequence[str], *, use: bool) -> list[bool]:
         assert use

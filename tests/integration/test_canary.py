@@ -16,7 +16,6 @@ from transferd import Client, Status, WriteStorageTask
 from transferd.adapters.shared_caches import SharedCaches
 from transferd.client.offers import laid
 from transferd.config import from_tree
-from transferd.daemon import cache_memory
 from transferd.daemon.daemon import Daemon
 from transferd.errors import RequestError, TransferError
 from transferd.tiers.base import DeviceHandle
@@ -164,18 +163,6 @@ async def test_a_malformed_canary_is_refused_with_a_code(
             await client.offer(0, handle)
         assert caught.value.reason == reason
         assert daemon.default.cache.missing == [0, 1]
-
-
-@pytest.mark.parametrize("daemon", ["shm"], indirect=True)
-async def test_a_daemon_that_knows_no_canaries_takes_the_offer(
-    daemon: Daemon, client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cache_memory, "taken_from", lambda data: (data, None))
-    with filled(0) as zero:
-        before = content(zero)
-        await client.offer(0, zero.handle, caches=zero.caches)
-        assert daemon.default.cache.missing == [1]
-        assert content(zero) == before
 
 
 def test_bytes_come_back_also_when_the_offer_fails_and_bad_blocks_are_refused() -> None:

@@ -42,7 +42,7 @@ def test_a_read_of_a_file_crosses_few_files(tmp_path: Path) -> None:
         "check_task",
         "content_hash",
         "WriteStorageTask.footprint",
-        "ObjectNamer.digests",  # once a task
+        "ObjectNamer.ids",  # once a task
         "ObjectNamer.names",  # once a rank
         "RankWorker.start",
     ],

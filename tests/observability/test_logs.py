@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from tests.support.waits import wait_until
-from transferd.config import LogSection
+from transferd.config.sections import LogSection
 from transferd.observability import logs
 from transferd.observability.logs import BURST, LONGEST_LINE, MOST_KINDS, RATE, Log, LogRate, LogStream, LogWriter
 

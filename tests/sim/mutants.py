@@ -445,7 +445,7 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._source(back, name) is None:\n            return\n        purging",
+        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
         "        if True:\n            return\n        purging",
         finder="store_world",
     ),
@@ -455,7 +455,8 @@ MUTANTS = (
         "                return await one.run()",
         "                outcomes = await one.run()\n"
         "                for back in parts.write_backs:\n"
-        "                    await back.idle()\n"
+        "                    while back._task is not None:\n"
+        "                        await back._change()\n"
         "                return outcomes",
         finder="store_world",
     ),
@@ -539,9 +540,9 @@ MUTANTS = (
     ),
     Mutant(
         "what a level evicted for room is copied there again at once",
-        "storage/lru.py",
-        "            self.left(entry.name)\n            self.went(",
-        "            self.left(entry.name)\n            self.lost(entry.name)\n            self.went(",
+        "storage/levels/sweep.py",
+        "        if what in (STORED, EVICTED) or self._parts.source(",
+        "        if what == STORED or self._parts.source(",
         finder="store_world",
     ),
     Mutant(
@@ -688,8 +689,8 @@ MUTANTS = (
     Mutant(
         "objects of a disk that is not mounted count as removed",
         "storage/directory.py",
-        "            self._check_ours()\n            return FileState.GONE",
-        "            return FileState.GONE",
+        "            self._check_ours()\n            return GONE",
+        "            return GONE",
         finder="store_world",
     ),
 )

@@ -107,8 +107,8 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
         directory.open()
     try:
         buffer = memoryview(bytearray(PIECE_BYTES))
-        for file in directory.objects(lambda error: report.errors.append(str(error))):
-            examination = directory.examination(file.name)
+        for name, _ in directory.objects(lambda error: report.errors.append(str(error))):
+            examination = directory.examination(name)
             try:
                 for nbytes in examination.pieces(buffer):
                     progress(nbytes)
@@ -117,7 +117,7 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
             else:
                 where = examination.path
                 if examination.damage is not None and quarantine:
-                    where = directory.set_aside(file.name)
+                    where = directory.set_aside(name)
                     report.quarantined += 1
                 _count(report, examination, where)
     except OSError as error:
@@ -134,7 +134,8 @@ def verify_with_progress(path: str, console: Console, *, quarantine: bool = Fals
     """`verify`, with a progress bar on a terminal."""
     if not console.is_terminal:
         return verify(path, quarantine=quarantine)
-    total = sum(file.nbytes for file in ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects(str))
+    objects = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects(str)
+    total = sum(status.st_size for _, status in objects)
     columns = TextColumn("verify"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verify", total=total)

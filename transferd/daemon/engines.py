@@ -32,8 +32,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, CacheSection, Config, PdSection, Size, names
+from transferd.config import DEFAULT_ENGINE, CacheSection, Config, Size, names
 from transferd.config.rules import check_cache
+from transferd.config.sections import PdSection
 from transferd.control.engine_bounds import HostBudget, Total
 from transferd.daemon.acts import Acts
 from transferd.daemon.belonging import digest, may_control, refusal, shows

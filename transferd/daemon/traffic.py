@@ -15,8 +15,8 @@ from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import InPieces
 from transferd.storage.admission import SecondUse
-from transferd.storage.base import Noted, Storage
-from transferd.storage.queues import STORED, EngineOwner
+from transferd.storage.base import Storage
+from transferd.storage.queues import STORED, EngineOwner, Noted
 from transferd.tasks import Lane, Task, TaskResult
 from transferd.workers.rank import RankWorker
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import RecorderSection
+from transferd.config.sections import RecorderSection
 from transferd.errors import ConfigError
 from transferd.observability.dump_file import write_dump
 from transferd.observability.logs import STDERR, flush

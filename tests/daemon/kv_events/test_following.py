@@ -80,7 +80,7 @@ class Publisher:
 
     @property
     def believed(self) -> set[int]:
-        return set(self.index._nodes.get("node", {}).get(0, {}).get("GPU", set()))
+        return set(self.index._held.get(("node", 0, "GPU"), set()))
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
 from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
-from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
+from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 
@@ -50,7 +50,7 @@ class ReadLeases:
         if places is None:
             return
         whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
-        digests = ObjectNamer(*whose).digests(keys)
+        digests = ObjectNamer(*whose).ids(keys)
         names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
         marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
         with self._changes:

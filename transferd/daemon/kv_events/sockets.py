@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from transferd.config import EventsSection
+from transferd.config.sections import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.wire.acceptor import Acceptor

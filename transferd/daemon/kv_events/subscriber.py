@@ -14,7 +14,7 @@ import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from transferd.config import PeerSection
+from transferd.config.sections import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport

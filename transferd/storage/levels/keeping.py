@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
+from transferd.runtime.compat import wait_for
+from transferd.storage.keeping import Keeper, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.proving import Proving
 from transferd.storage.lru import Use
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import AskedPins
@@ -19,12 +20,12 @@ from transferd.wire.answers import Purged
 COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
-class LevelsKeeper(ManyKeepers):
+class LevelsKeeper(Keeper):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
-    def __init__(self, parts: StackParts, storing: Storing) -> None:
+    def __init__(self, parts: StackParts, proving: Proving) -> None:
         self._parts = parts
-        self._storing = storing
+        self._proving = proving
         each = [(level, level.storage.keeper) for level in parts.levels]
         self._all = [keeper for _, keeper in each if keeper is not None]
         self._without = [level for level, keeper in each if keeper is None]
@@ -123,19 +124,11 @@ class LevelsKeeper(ManyKeepers):
 
     async def _copied(self, names: Sequence[str]) -> None:
         """Have the copies of these to the lowest level made before others, and wait for them, for a while."""
-        parts, use, ends = self._parts, Use(counts=False), []
-        lowest = [level for level in parts.levels if not level.leaving and level.storage.keeper is not None][-1]
-        back = parts.write_backs[lowest.number - 1]
-        for depth, name in enumerate(names):
-            source = next((one for one in parts.levels[: lowest.number] if one.seems_to_have(name)), None)
-            if source is not None and name not in parts.unsaved:
-                self._storing.save(source, name, use, depth)
-            one = parts.unsaved.get(name)
-            if one is not None and lowest.number in one.waiting and back.add(one, urgent=True):
-                end = one.ends.setdefault(lowest.number, asyncio.get_running_loop().create_future())
-                ends.append(asyncio.shield(end))
-        if ends:
-            await asyncio.wait(ends, timeout=COPIES_S)
+        lowest = [level for level in self._parts.levels if not level.leaving and level.storage.keeper is not None][-1]
+        objects = [(name, 0, depth) for depth, name in enumerate(names)]
+        proving = self._proving.prove_in(lowest, objects, Use(counts=False), self._parts.now())
+        with contextlib.suppress(TimeoutError):
+            await wait_for(proving, COPIES_S)
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:

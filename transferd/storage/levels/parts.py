@@ -54,6 +54,11 @@ class StackParts:
         while self._late:
             await asyncio.wait(self._late)
 
+    def source(self, level: StoreLevel, name: str) -> StoreLevel | None:
+        """The first level above this one from which an object can be copied there."""
+        above = self.levels[: level.number]
+        return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
+
     def lost(self, level: StoreLevel, item: Item) -> None:
         """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
         one = self.unsaved.get(item.name)
@@ -77,7 +82,7 @@ class StackParts:
         if self._withdrawing:
             await asyncio.wait(set(self._withdrawing))
 
-    def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
+    def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[object]:
         """Begin a quarantine now: a level with an index has dropped the object when this returns."""
         level.unsettle(name)
         future = asyncio.ensure_future(level.storage.quarantine(name))

@@ -39,10 +39,8 @@ class Proving:
         """See `Levels.prove`."""
         answers: dict[str, Answer] = {}
         for number in sorted(self._storing.urgent(use)):
-            level = self._parts.levels[number]
-            back = next(one for one in self._parts.write_backs if one.level is level)
             todo = [one for one in objects if not isinstance(answers.get(one[0]), StorageError)]
-            answers |= await self._in(level, back, todo, use, since)
+            answers |= await self.prove_in(self._parts.levels[number], todo, use, since)
         return [answers[name] for name, _, _ in objects]
 
     async def ask(self, level: StoreLevel, names: Sequence[str]) -> list[Proof | None]:
@@ -73,11 +71,9 @@ class Proving:
             raise StorageUnavailable(f"a level of storage has not said for {HANGS_S:.0f} s what it has")
         return asking.result()
 
-    async def _in(
-        self, level: StoreLevel, back: WriteBack, objects: Sequence[Object], use: Use, since: float
-    ) -> dict[str, Answer]:
-        """The answers for one level."""
-        answers: dict[str, Answer] = {}
+    async def prove_in(self, level: StoreLevel, objects: Sequence[Object], use: Use, since: float) -> dict[str, Answer]:
+        """The answers for one level below the first."""
+        answers, back = dict[str, Answer](), self._parts.write_backs[level.number - 1]
         todo = list(objects)
         for _ in range(TRIES):
             if level.leaving:
@@ -157,8 +153,7 @@ class Proving:
     async def _queue(self, level: StoreLevel, back: WriteBack, one: Object, use: Use) -> StorageError | None:
         """Queue a copy. Returns why that cannot be."""
         name, nbytes, depth = one
-        above = [other for other in self._parts.levels[: level.number] if other.known]
-        source = next((other for other in above if other.has([name]) == [True]), None)
+        source = self._parts.source(level, name)
         if source is None:
             return StorageError(f"{name} has left the levels above {level.name} before it could be copied there")
         if why := level.out_for_stores:

@@ -193,9 +193,8 @@ class WriteBack:
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
         self._copying: dict[str, Unsaved] = {}
         self._coming = 0  # bytes of stores that have room and run now
-        self._room: list[asyncio.Future[None]] = []
+        self._changed: asyncio.Future[None] | None = None  # what waits for a change of any of these waits for it
         self._task: asyncio.Task[None] | None = None
-        self._ended: list[asyncio.Future[None]] = []  # wait for the end of the running copy
         self.refusal: StorageError | None = None  # why the level took no copy just now
         self._refused: list[tuple[Unsaved, StorageError]] = []  # of the copy that runs
         self._pace = Pauses(now)
@@ -222,12 +221,7 @@ class WriteBack:
         while (
             not self.fits(nbytes) and self.refusal is None and not self._closing and (left := until - loop.time()) > 0
         ):
-            future = loop.create_future()
-            self._room.append(future)
-            try:
-                await asyncio.wait([future], timeout=left)
-            finally:
-                self._room.remove(future)
+            await self._change(left)
         if not self.fits(nbytes):
             return False
         self._coming += nbytes
@@ -292,23 +286,17 @@ class WriteBack:
         """Why the level takes no copies now, though it answers."""
         return "" if self.refusal is None or self.refusal.refusal == "silent" else str(self.refusal)
 
-    async def idle(self) -> None:
-        """Wait until nothing waits to be copied."""
-        while self._task is not None:
-            await asyncio.wait([self._task])
-
     async def emptied(self) -> bool:
         """Wait until nothing waits to be copied. Returns False if the level takes nothing now, or this closes."""
         while self._task is not None and not (self.refusal or self.level.out or self._closing):
-            await asyncio.wait([self._task], timeout=RETRY_S)
+            await self._change(RETRY_S)
         return self._task is None and not self._closing
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
-        if self._copying:
-            future = asyncio.get_running_loop().create_future()
-            self._ended.append(future)
-            await future
+        before = self.answered
+        while self._copying and self.answered == before:
+            await self._change()
 
     async def flush(self, within_s: float) -> None:
         """Copy all that waits, for at most so long, without giving way. Ends at once if nothing can come of it."""
@@ -322,10 +310,7 @@ class WriteBack:
                 and not self.level.out
                 and (left := until - loop.time()) > self._pace.left_s
             ):
-                future = loop.create_future()
-                self._room.append(future)
-                await asyncio.wait([self._task, future], timeout=left, return_when=asyncio.FIRST_COMPLETED)
-                self._room.remove(future)
+                await self._change(left)
         finally:
             self._hurried -= 1
 
@@ -363,17 +348,13 @@ class WriteBack:
             raise
         finally:
             self._task = None
+            self._wake()
 
     async def _pause(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         while not self._closing and (left := until - loop.time()) > 0:
-            future = loop.create_future()
-            self._room.append(future)  # a close wakes it
-            try:
-                await asyncio.wait([future], timeout=left)
-            finally:
-                self._room.remove(future)
+            await self._change(left)  # a close wakes it
 
     def _next(self) -> list[Unsaved]:
         queue = self._urgent or self._queue
@@ -401,11 +382,7 @@ class WriteBack:
         except StorageError as error:
             self._refused += [(one, error) for one in reversed(batch) if one.name in self._copying]
         finally:
-            for future in self._ended:
-                if not future.done():
-                    future.set_result(None)
-            self._ended.clear()
-        self.answered += 1
+            self.answered += 1
         if took := self.level.counts["copied"] - before:
             self.longest_s = max(self.longest_s, self._now() - began)
         waits = [(one, error) for one, error in self._refused if self._waits(one, error)]
@@ -524,10 +501,15 @@ class WriteBack:
         if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
             end.set_result(error)
 
+    async def _change(self, within_s: float | None = None) -> None:
+        """Wait until a copy or a store has ended, the level has answered, or this closes; at most for so long."""
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._changed], timeout=within_s)
+
     def _wake(self) -> None:
-        for future in self._room:
-            if not future.done():
-                future.set_result(None)
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
 
 def _why_lost(error: StorageError) -> str:
