@@ -149,7 +149,7 @@ class Job:
     @property
     def shrunk(self) -> bool:
         """Whether an object of one of its uses was evicted, or found no room."""
-        return any(use.shrunk for _, use in self.runs)
+        return self.use.shrunk if len(self.runs) == 1 else any(use.shrunk for _, use in self.runs)
 
     def by_run(self, names: Sequence[str], ask: Callable[[Sequence[str], Use], list[bool] | None]) -> list[bool] | None:
         """Ask about the names of all blocks, those of each chain with its use. None if one answer is None."""

@@ -27,7 +27,7 @@ from transferd.storage.base import Fill, Found, Item, Outcome, Outcomes, Storage
 from transferd.storage.levels.base import Proof
 from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext
-from transferd.workers.cpu_blocks import CpuBlocks, CpuMemory
+from transferd.workers.cpu_blocks import BlockFill, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks
 from transferd.workers.job import Job, Share, require
 from transferd.workers.read import CHUNK_BLOCKS, CHUNK_BYTES
@@ -251,7 +251,7 @@ class Writer:
         lease, slots = await share.for_call(CONSUMER, "put", len(positions), needed)
         if share.stopped is not None:
             return None
-        call = sink.store(share.items(positions), blocks.fill(positions), slots)
+        call = sink.store(share.items(positions), BlockFill(blocks, positions), slots)
         return _Chunk(positions, share.begin(call, lease))
 
     async def _by_slots(
