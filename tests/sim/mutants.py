@@ -445,8 +445,8 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
-        "        if True:\n            return\n        purging",
+        "        if what in (STORED, EVICTED) or self._parts.source(back.level, name) is None:",
+        "        if True:",
         finder="store_world",
     ),
     Mutant(
@@ -619,8 +619,8 @@ MUTANTS = (
     Mutant(
         "a purge removes what a load reads",
         "storage/indexed.py",
-        "return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))",
-        "return self._stuck.removed(gone)",
+        "        return asyncio.shield(self._stuck.remove(gone, after=unread))",
+        "        unread.close()\n        return asyncio.shield(self._stuck.remove(gone))",
         finder="store_world",
     ),
     Mutant(

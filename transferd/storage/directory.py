@@ -97,7 +97,7 @@ class ObjectDirectory:
         self._clock = clock
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
-        self._spares = Spares(f"{root}/spares/", self._numbers)
+        self._spares = Spares(self.home.spares, self._numbers)
         self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory, self._spares.release)
 
     # --- life ---------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class ObjectDirectory:
                 raise self.unusable(error) from error
             found.refused.append(f"{error.strerror} ({error.filename})")
 
-        self._spares.begin()
+        self._spares.remove()  # what an earlier process has left
         for name, status in self.objects(refused, tidy=True):
             found.add(name, status.st_size, status.st_mtime_ns)
         return found

@@ -31,12 +31,13 @@ AWAY = "its file system is not mounted, so the path leads to the one beneath"
 
 
 class Home:
-    """See the module. objects, quarantine: the directories at the root, with a slash."""
+    """See the module. objects, quarantine, spares: the directories at the root, with a slash."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.objects = f"{root}/objects/"
         self.quarantine = f"{root}/quarantine/"
+        self.spares = f"{root}/spares/"
         self.lock = StoreLock(root)
         self._objects_at = (0, 0)  # device and inode, once it was opened
         self._above: frozenset[int] | None = None
@@ -48,8 +49,9 @@ class Home:
             if self._device_of(fd) in (self._above or ()):
                 raise OSError(errno.ENODEV, AWAY, os.fspath(self.root))
             self._make(base, fd, self.objects)
-            with contextlib.suppress(OSError):  # it is made when it is needed, if it can be
-                self._make(base, fd, self.quarantine)
+            for other in (self.quarantine, self.spares):
+                with contextlib.suppress(OSError):  # one is made when needed, the other is no must
+                    self._make(base, fd, other)
 
     def _make(self, base: Path, fd: int, directory: str) -> None:
         """Relative to what was looked at, `base`: it may be unmounted in this moment."""

@@ -59,12 +59,6 @@ class Spares:
         """Return what was taken and perhaps not used."""
         self._free.extend(spares)
 
-    def begin(self) -> None:
-        """Remove what an earlier process has left, and make the directory. Without it, nothing is kept."""
-        self.remove()
-        with contextlib.suppress(OSError):
-            os.mkdir(self._path, 0o700)
-
     def remove(self) -> int:
         """Remove all spares, and whatever else is called like one, as far as that works. Returns how many."""
         self._free.clear()

@@ -39,6 +39,8 @@ OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
 SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd")
 ROOMY = 1000  # objects: no object is evicted
 ENGINES, EACH = ("a", "b"), 7
+PACE = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
+CALM = ThreadFaults(latency=Latency(0.001, 0.02))
 MAX_AGE_S, RECHECK_S = 40.0, 30.0
 
 
@@ -71,6 +73,7 @@ class Node(Judge):
         self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
         self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]
         self.lives = 0
+        self.crews: list[SimThreads] = []  # of this life
         self.found_at: float = 0.0  # when a store last looked for objects, at a start or as a disk returned
         self.config: StorageSection
         self.present, self.names = set(), {}
@@ -112,8 +115,9 @@ class Node(Judge):
         return LevelsStorage(levels, self.clock, self.threads("levels", 2))
 
     def threads(self, what: str, size: int) -> SimThreads:
-        pace = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
-        return SimThreads(size, faults=pace, rng=self.loop.stream(f"{what} {self.lives}"))
+        made = SimThreads(size, faults=PACE, rng=self.loop.stream(f"{what} {self.lives}"))
+        self.crews.append(made)
+        return made
 
     async def begin(self) -> None:
         """A daemon in a process of its own, which can be killed, and two engines."""
@@ -125,6 +129,7 @@ class Node(Judge):
             if medium.away or medium.hangs:
                 medium.come_back("same")
         self.found_at = self.loop.time()
+        self.crews.clear()
         self.storage = self.build()
         self.present.clear()
         self.storage.index.tell_departures(self.present.discard)

@@ -30,7 +30,7 @@ from tests.support.simulation.campaign import command
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.medium import Medium, section_of
 from tests.support.simulation.store_judge import Reading
-from tests.support.simulation.store_node import EACH, ENGINES, OBJECT, ROOMY, Node
+from tests.support.simulation.store_node import CALM, EACH, ENGINES, OBJECT, ROOMY, Node
 from transferd.config.size import Size
 from transferd.daemon import health
 from transferd.errors import Closed, TransferError
@@ -57,7 +57,7 @@ class Story(Node):
         super().__init__(loop, directory)
         self.seen = Counter[str]()
         self.tasks = self.harm = 0
-        self.spoils = False
+        self.spoils = self.held = False
         self.drained, self.pinned, self.rotten = set(), set(), set()
         self.calm = loop.time()  # since when the first level is well
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
@@ -134,7 +134,10 @@ class Story(Node):
 
     @property
     def first_is_well(self) -> bool:
-        return not self.drained and (self.shape[0] == "m" or not any(medium.unwell for medium in self.media))
+        hangs = any(medium.hangs for medium in self.media)
+        self.held = hangs and (self.held or bool(self.drained))  # staging, by stores that a disk was the first level of
+        well = self.shape[0] == "m" or not any(medium.unwell for medium in self.media)
+        return not self.drained and not self.held and well
 
     def draw(self, most: int) -> list[str]:
         """Some keys of one engine: a chain from its root on, or a piece of one."""
@@ -429,10 +432,12 @@ class Story(Node):
         for medium in self.media:
             if medium.unwell:
                 medium.come_back("same")
+        for crew in self.crews:
+            crew.faults = CALM
         self.loop.note("all is well")
         await every(self.working)
         self.working.clear()
-        await self.use(self.levels if len(self.levels) > 1 else ())
+        await self.use(sorted(self.drained))
         self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
         await asyncio.sleep(CALM_S)
         # Nobody else looks at what vanished from a bucket; and what was evicted is copied again at its next use.
