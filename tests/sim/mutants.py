@@ -449,8 +449,8 @@ MUTANTS = (
     Mutant(
         "what a lower level loses is not copied there again",
         "storage/levels/sweep.py",
-        "        if self._parts.source(back.level, name) is None:\n            return\n        purging",
-        "        if True:\n            return\n        purging",
+        "or self._parts.source(back.level, name) is None:\n            return\n        purging",
+        "or True:\n            return\n        purging",
         finder="store_world",
     ),
     Mutant(
@@ -623,8 +623,8 @@ MUTANTS = (
     Mutant(
         "a purge removes what a load reads",
         "storage/indexed.py",
-        "return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))",
-        "return self._stuck.removed(gone)",
+        "self._stuck.remove(gone, after=unread)",
+        "self._stuck.remove(gone)",
         finder="store_world",
     ),
     Mutant(
