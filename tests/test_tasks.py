@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.bodies import tag_of
 from transferd.tasks import (
+    DEVICE,
     TASK_TYPES,
     ErrorInfo,
     Footprint,
@@ -131,7 +132,7 @@ def test_a_sparse_read_that_a_rank_fails_in_part_keeps_the_rest_and_says_why() -
 def test_extra_gpu_blocks_of_a_read_are_never_claimed() -> None:
     task = ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[7, 8, 9])
     assert task.merge(ranks([0], [0])).block_ids == [7]
-    assert task.footprint().device_writes == [7]
+    assert dict(task.footprint().writes).get("device", ()) == [7]
 
 
 @pytest.mark.parametrize("task", [read(2), write(2), swap(2)])
@@ -331,12 +332,18 @@ def test_each_task_states_its_lane_its_kind_and_what_it_touches() -> None:
     assert [str(t.lane) for t in TASK_TYPES] == [tag_of(t) for t in TASK_TYPES]
     assert [t.kind for t in (read(1), write(1), swap(1), back)] == ["read", "write", "swap_out", "swap_in"]
     assert [t.blocks for t in (read(1), write(2), swap(3), back)] == [1, 2, 3, 2]
-    assert read(1).footprint().storage_reads == ["k0"]
-    assert read(1).footprint().device_writes == [100]
-    assert write(1).footprint().storage_writes == ["k0"]
-    assert write(1).footprint().device_reads == [100]
-    assert (swap(1).footprint().device_reads, swap(1).footprint().host_writes) == ([100], [0])
-    assert (back.footprint().host_reads, back.footprint().device_writes) == ([3, 4], [1, 2])
+    assert dict(read(1).footprint().reads).get("storage", ()) == ["k0"]
+    assert dict(read(1).footprint().writes).get("device", ()) == [100]
+    assert dict(write(1).footprint().writes).get("storage", ()) == ["k0"]
+    assert dict(write(1).footprint().reads).get("device", ()) == [100]
+    assert (dict(swap(1).footprint().reads).get("device", ()), dict(swap(1).footprint().writes).get("host", ())) == (
+        [100],
+        [0],
+    )
+    assert (dict(back.footprint().reads).get("host", ()), dict(back.footprint().writes).get("device", ())) == (
+        [3, 4],
+        [1, 2],
+    )
 
 
 def test_statuses_compare_as_their_names() -> None:
@@ -381,7 +388,7 @@ FROZEN: list[tuple[msgspec.Struct, str]] = [
     (SwapInTask(task_id="i", gpu_block_ids=[], cpu_block_ids=[]), "cpu_block_ids"),
     (SendTask(task_id="s", keys=[], gpu_block_ids=[], transfer_id="t"), "transfer_id"),
     (ReceiveTask(task_id="c", keys=[], gpu_block_ids=[], transfer_id="t", peer="h:1"), "peer"),
-    (Footprint(), "device_reads"), (BROKEN, "code"), (RankOutcome(0), "bytes"),
+    (Footprint(), "reads"), (BROKEN, "code"), (RankOutcome(0), "bytes"),
     (RankResult(rank=0, status=Status.OK), "bytes"), (TaskResult(task_id="t", status=Status.OK), "bytes"),
     (Merged(Status.OK, [], [], None), "bytes"),
 ]  # fmt: skip
@@ -424,8 +431,8 @@ def test_ranks_that_lose_blocks_without_a_cause_are_named() -> None:
 def test_a_direct_transfer_touches_device_blocks_alone() -> None:
     send = SendTask(task_id="s", keys=["a"], gpu_block_ids=[7], transfer_id="t")
     receive = ReceiveTask(task_id="c", keys=["a"], gpu_block_ids=[7, 8], transfer_id="t", peer="h:1")
-    assert send.footprint() == Footprint(device_reads=[7])
-    assert receive.footprint() == Footprint(device_writes=[7])
+    assert send.footprint() == Footprint(((DEVICE, [7]),))
+    assert receive.footprint() == Footprint((), ((DEVICE, [7]),))
 
 
 # --- token ids ------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ CRUMB = 60  # a file with fewer lines that only one other file imports belongs i
 CRUMBS = {
     "adapters.embedded": "engines import it by name, in a process of their own",
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
+    "wire.codes": "the names in a table of the documentation, which a test compares",
     "wire.hooks": "what msgpack calls for foreign types, beside the format in protocol.py, which is full",
     "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
@@ -57,6 +58,7 @@ CRUMBS = {
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.pruning": "one count of directories, tested alone",
     "storage.quarantine": "one directory with its own bounds, tested alone",
+    "daemon.kv_events.pool_watch": "its caller is the daemon, which owns all feeds",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }
 

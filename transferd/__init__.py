@@ -64,27 +64,11 @@ __all__ = [
     "shm_pages",
 ]
 
-_ERRORS = (
-    "Closed",
-    "ConfigError",
-    "ConnectRefused",
-    "ConnectTimeout",
-    "DaemonLost",
-    "HandoverFailed",
-    "RequestError",
-    "TierError",
-    "TransferError",
-)
+# Where the names are: looked through in this order, so that an error or a task loads no client, and a client no numpy.
 _HOMES = (
-    {
-        "Client": "transferd.client.client",
-        "Engine": "transferd.client.engines",
-        "GroupClient": "transferd.client.group",
-        "Pages": "transferd.client.pages",
-        "SyncClient": "transferd.client.sync_client",
-    }
-    | dict.fromkeys(_ERRORS, "transferd.errors")
-    | dict.fromkeys(("cuda_pages", "shm_pages"), "transferd.tiers.page_handles")
+    *("transferd.errors", "transferd.tasks", "transferd.client.client", "transferd.client.engines"),
+    *("transferd.client.pages", "transferd.client.group", "transferd.client.sync_client"),
+    "transferd.tiers.page_handles",
 )
 
 
@@ -93,4 +77,5 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("transferd.runtime.version").VERSION
     if name not in __all__:
         raise AttributeError(f"module 'transferd' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES.get(name, "transferd.tasks")), name)
+    homes = map(importlib.import_module, _HOMES)
+    return getattr(next(home for home in homes if hasattr(home, name)), name)

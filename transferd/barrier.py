@@ -30,7 +30,6 @@ reads the time; the owner of the deadlines calls `expire`.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -38,14 +37,6 @@ from transferd.errors import InvariantError, RankDied
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, Stop
 
 Merge = Callable[[Sequence[RankOutcome]], Merged]
-
-
-class Arrival(enum.Enum):
-    """The effect of an arrival."""
-
-    WAITING = "waiting"  # other ranks have not arrived yet
-    COMPLETED = "completed"  # it was the last one
-    LATE = "late"  # the round has ended or never existed: counted and dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +167,18 @@ class RankBarrier:
             self._rounds[task_id] = round_
         return round_
 
-    def arrive(self, task_id: str, outcome: RankOutcome) -> Arrival:
-        """One rank is done, whether it succeeded or failed.
+    def arrive(self, task_id: str, outcome: RankOutcome) -> bool:
+        """One rank is done, whether it succeeded or failed. False if the round has ended, or never existed.
 
         Raises InvariantError on a second arrival of a rank in an open round (the first one counts)
         and for a rank that does not exist.
         """
         round_ = self._rounds.get(task_id)
         if round_ is None:
-            return self._arrive_late(task_id, outcome.rank)
+            self._late += 1
+            if task_id in self._owing:
+                self._settle(task_id, outcome.rank)
+            return False
         outcomes, rank = round_.outcomes, outcome.rank
         if rank in outcomes:
             raise InvariantError(
@@ -194,11 +188,10 @@ class RankBarrier:
         if not 0 <= rank < self.parties:
             raise InvariantError(f"rank {rank} arrived at {task_id!r}, but ranks are 0 … {self.parties - 1}")
         outcomes[rank] = outcome
-        if len(outcomes) < self.parties:
-            return Arrival.WAITING
-        del self._rounds[task_id]
-        self._end(round_)
-        return Arrival.COMPLETED
+        if len(outcomes) == self.parties:
+            del self._rounds[task_id]
+            self._end(round_)
+        return True
 
     def expire(self, task_id: str) -> tuple[int, ...]:
         """Complete the round now; missing ranks get an outcome with code "expired". Returns who was missing.
@@ -267,10 +260,6 @@ class RankBarrier:
             dead=tuple(sorted(self._dead)),
         )
 
-    def __repr__(self) -> str:
-        dead = f" dead: {_ranks(self._dead)}" if self._dead else ""
-        return f"<RankBarrier parties={self.parties} open={len(self._rounds)} completed={self._completed}{dead}>"
-
     # --- inside -------------------------------------------------------------------------------------
 
     def _end(self, round_: Round) -> None:
@@ -280,12 +269,6 @@ class RankBarrier:
 
     def _absent(self, round_: Round) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.parties) if rank not in round_.outcomes)
-
-    def _arrive_late(self, task_id: str, rank: int) -> Arrival:
-        self._late += 1
-        if task_id in self._owing:
-            self._settle(task_id, rank)
-        return Arrival.LATE
 
     def _settle(self, task_id: str, rank: int) -> None:
         """Record that this rank no longer owes the ended round an arrival: it arrived or died."""

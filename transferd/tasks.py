@@ -139,21 +139,18 @@ class TokenIds(Sequence[int]):
         return f"TokenIds(<{len(self)} ids>)"
 
 
-class Footprint(msgspec.Struct, frozen=True):
-    """The blocks a task touches, by tier. Storage blocks are named by key, the others by id.
+DEVICE, HOST, STORAGE, PATHS = "device", "host", "storage", "paths"
 
-    paths_*: for flushes of a token index, the first block of the path: written by a flush that withdraws the rest of
-    the path, read by all others.
+
+class Footprint(msgspec.Struct, frozen=True, gc=False):
+    """The blocks a task reads and writes, by where they are. STORAGE: keys; DEVICE, HOST: ids.
+
+    PATHS: for flushes of a token index, the first block of the path: written by a flush that withdraws the rest of the
+    path, read by all others.
     """
 
-    device_reads: Sequence[int] = ()
-    device_writes: Sequence[int] = ()
-    host_reads: Sequence[int] = ()
-    host_writes: Sequence[int] = ()
-    storage_reads: Sequence[str] = ()
-    storage_writes: Sequence[str] = ()
-    paths_read: Sequence[str] = ()
-    paths_written: Sequence[str] = ()
+    reads: tuple[tuple[str, Sequence[Any]], ...] = ()
+    writes: tuple[tuple[str, Sequence[Any]], ...] = ()
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
@@ -222,6 +219,11 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
     def block_ids(self) -> list[int]:
         """The ids of the task's blocks: host blocks if it names some, else device blocks."""
         return self.cpu_block_ids or self.gpu_block_ids
+
+    @property
+    def placed(self) -> tuple[str, list[int]]:
+        """Where the task's blocks are, and their ids."""
+        return (HOST, self.cpu_block_ids) if self.cpu_block_ids else (DEVICE, self.gpu_block_ids)
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
@@ -483,9 +485,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
         return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
-        if self.cpu_block_ids:
-            return Footprint(host_reads=self.cpu_block_ids, storage_writes=self.keys)
-        return Footprint(device_reads=self.gpu_block_ids, storage_writes=self.keys)
+        return Footprint((self.placed,), ((STORAGE, self.keys),))
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
@@ -506,14 +506,18 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
     lane: ClassVar[Lane] = Lane.READ
 
+    @property
+    def filled(self) -> tuple[tuple[str, list[int]]]:
+        """What it writes: a block for each key, though it may name more."""
+        place, ids = self.placed
+        return ((place, ids[: len(self.keys)]),)
+
     def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
-        if self.cpu_block_ids:
-            return Footprint(host_writes=self.cpu_block_ids[: len(self.keys)], storage_reads=self.keys)
-        return Footprint(device_writes=self.gpu_block_ids[: len(self.keys)], storage_reads=self.keys)
+        return Footprint(((STORAGE, self.keys),), self.filled)
 
 
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
@@ -527,7 +531,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     lane: ClassVar[Lane] = Lane.SEND
 
     def footprint(self) -> Footprint:
-        return Footprint(device_reads=self.gpu_block_ids, host_reads=self.cpu_block_ids or ())
+        return Footprint((self.placed,))
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
@@ -539,7 +543,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        return msgspec.structs.replace(super().footprint(), storage_reads=())
+        return Footprint((), self.filled)
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):
@@ -569,7 +573,7 @@ class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):
     lane: ClassVar[Lane] = Lane.SWAP_OUT
 
     def footprint(self) -> Footprint:
-        return Footprint(device_reads=self.gpu_block_ids, host_writes=self.cpu_block_ids)
+        return Footprint(((DEVICE, self.gpu_block_ids),), ((HOST, self.cpu_block_ids),))
 
 
 class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
@@ -578,7 +582,7 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
     lane: ClassVar[Lane] = Lane.SWAP_IN
 
     def footprint(self) -> Footprint:
-        return Footprint(host_reads=self.cpu_block_ids, device_writes=self.gpu_block_ids)
+        return Footprint(((HOST, self.cpu_block_ids),), ((DEVICE, self.gpu_block_ids),))
 
 
 Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask

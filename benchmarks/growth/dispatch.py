@@ -7,7 +7,8 @@ import statistics
 import time
 
 from benchmarks.growth.axis import Axis
-from transferd.control import events as ev
+from transferd.config import ServerSection, Size
+from transferd.control import instructions as do
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.tasks import RankOutcome, SwapOutTask
@@ -25,7 +26,7 @@ def per_task_us(queued: int) -> float:
 
 def _limits(queued: int) -> Limits:
     """Room for this many small swaps, each of a block of its own; the end of one starts the next."""
-    much = 2**40
+    much = Size(2**40)
     return Limits(
         ranks=1,
         device_blocks=queued,
@@ -35,30 +36,32 @@ def _limits(queued: int) -> Limits:
         direct=False,
         token_block=0,
         only_flush=False,
-        max_queued=queued,
-        max_queued_bytes=much,
-        max_bytes=much,
-        lane_depth=4,
-        deadline_slack=1.0,
-        result_ttl=60.0,
-        max_results=1024,
-        max_result_bytes=much,
+        server=ServerSection(
+            max_queued_tasks=queued,
+            max_queued_bytes=much,
+            max_inflight_bytes=much,
+            lane_depth=4,
+            deadline_slack=1.0,
+            result_ttl=60.0,
+            max_results=1024,
+            max_result_bytes=much,
+        ),
     )
 
 
 def _queue_and_run(queued: int) -> float:
     dispatcher = Dispatcher(_limits(queued))
-    dispatcher.handle(ev.PauseRequested(0.0))
+    dispatcher.pause(0.0)
     tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i], cpu_block_ids=[i]) for i in range(queued)]
     before = time.perf_counter()
     for seq, task in enumerate(tasks):
-        dispatcher.handle(ev.TaskSubmitted(b"c", seq, task, 0.0))
-    started = [i for i in dispatcher.handle(ev.ResumeRequested(0.0)) if isinstance(i, ev.Start)]
+        dispatcher.submit(0.0, b"c", seq, task)
+    started = [i for i in dispatcher.resume(0.0) if isinstance(i, do.Start)]
     while started:
         start = started.pop()
         merged = start.task.merge([RankOutcome(0, range(1), 1)])
-        instructions = dispatcher.handle(ev.RoundMerged(start.task.task_id, merged, (), 0.0))
-        started += [i for i in instructions if isinstance(i, ev.Start)]
+        instructions = dispatcher.round_merged(0.0, start.task.task_id, merged, ())
+        started += [i for i in instructions if isinstance(i, do.Start)]
     seconds = time.perf_counter() - before
     assert dispatcher.empty
     return seconds

@@ -42,9 +42,9 @@ def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: A
     """An object as the daemon writes it. key, other: what its footer says, if that is not what its name says."""
     said = places(directory)
     namer = ObjectNamer(said.model, said.fingerprint)
-    (name,) = namer.names(said.generation, namer.digests(["k"]), said.rank)
+    (name,) = namer.names(said.generation, namer.ids(["k"]), said.rank)
     about: dict[str, Any] = {name: getattr(said, name) for name in ("model", "fingerprint", "generation", "rank")}
-    (stamp,) = stamps(namer.digests([key]), **(about | other))
+    (stamp,) = stamps(namer.ids([key]), **(about | other))
     slot = bytearray(payload) + bytes(FOOTER_BYTES)
     seal(memoryview(slot), len(payload), stamp)
     path = directory / path_of(name)

@@ -48,7 +48,7 @@ def test_a_plain_name_reads_as_the_documentation_says() -> None:
 
 def test_the_names_of_a_rank_are_the_names_of_its_objects_in_order() -> None:
     namer = ObjectNamer("a/b c", "f0")
-    digests = namer.digests(["k1", "k2", "k1"])
+    digests = namer.ids(["k1", "k2", "k1"])
     assert namer.names("g/1", digests, 12) == [namer.names("g/1", [digest], 12)[0] for digest in digests]
     assert namer.names("g", [], 0) == []
 
@@ -97,11 +97,11 @@ def test_the_digest_comes_back_out_of_a_name_of_the_same_generation_only() -> No
     namer = ObjectNamer("a/model", "f00d")
     digest = key_digest("key")
     for rank in (0, 11):
-        assert namer.digest_of("RL-1", namer.names("RL-1", [digest], rank)[0]) == digest
+        assert namer.id_of("RL-1", namer.names("RL-1", [digest], rank)[0]) == digest
     for other in (
         namer.names("RL-2", [digest], 0)[0],
         ObjectNamer("b", "f00d").names("RL-1", [digest], 0)[0],
         "",
         "x/y",
     ):
-        assert namer.digest_of("RL-1", other) is None
+        assert namer.id_of("RL-1", other) is None

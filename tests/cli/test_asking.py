@@ -14,7 +14,8 @@ import zmq
 from transferd.cli import asking
 from transferd.cli import main as cli
 from transferd.client.client import default_endpoint
-from transferd.config import CurveSection, ServerSection
+from transferd.config import ServerSection
+from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError, ConnectTimeout
 from transferd.observability import logs
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, STUCK, SUSPENDED, is_refusal

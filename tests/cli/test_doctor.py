@@ -102,6 +102,8 @@ SICK: list[tuple[str, Level, Machine, dict[str, Any] | None, str]] = [
     ("cuda ipc", Level.FAIL, Sound(), CUDA | {"server": {"allowed_uids": ["no-such-user"]}}, "no such user"),
     ("cuda ipc", Level.WARN, Sound(user=lambda: 0), CUDA, "this is root"),
     ("mooncake", Level.FAIL, Sound(module=lambda _: False), POOL, "the Python package mooncake is missing"),
+    ("mooncake", Level.FAIL, Sound(package=lambda name: "0.3.12.post1" if "non-cuda" in name else None), POOL,
+     "mooncake-transfer-engine-non-cuda 0.3.12.post1 is older than 0.3.13"),
     ("mooncake", Level.FAIL, Sound(connects=lambda *_: "Connection refused"), POOL, "no master at 10.0.0.1:50051"),
     ("clock", Level.WARN, Sound(clock_synchronized=lambda: False), None, "does not follow a time server"),
 ]  # fmt: skip

@@ -22,7 +22,8 @@ from tests.support.browser import Browser, executable
 from transferd.cli.stats_view import view
 from transferd.cli.top.figures import Samples
 from transferd.cli.top.screen import View, screen
-from transferd.config import LevelSection, MemoryStorageSection, from_tree
+from transferd.config import LevelSection, from_tree
+from transferd.config.sections import MemoryStorageSection
 from transferd.daemon.daemon import Daemon
 from transferd.observability.concerns import CONCERNS, Watch, concerns, find
 from transferd.observability.metrics import families

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.conftest import transferd
 from transferd.cli.keygen import make_keys
 from transferd.client.launch import start
-from transferd.config import CurveSection
+from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError
 from transferd.wire.curve import ClientCurve, ServerCurve
 

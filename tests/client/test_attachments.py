@@ -207,7 +207,7 @@ def test_a_sessions_repeated_requests_replace_those_of_the_session_before() -> N
         daemon.welcome(session=8, epoch=2)
         kinds = [type(request.body).__name__ for request in daemon.others]
         assert kinds == ["Attach", "Attach", "Pause"], "an epoch ends the offers of others"
-        assert len(client._conversation._pending) == len(kinds) + 1
+        assert len(client._conversation._pending.items()) == len(kinds) + 1
         assert not pushed.future.done()
         await client.close()
 

@@ -123,7 +123,7 @@ async def test_any_real_number_is_a_timeout_here_and_at_the_daemon(served: str, 
         name = f"held-{type(number).__name__}-{id(client)}"
         before = client._conversation.now
         future = await client.push(task(name, timeout=number))
-        [pending] = client._conversation._pending.values()
+        [(_, pending)] = client._conversation._pending.items()
         assert 0 <= pending.deadline - before - 120 - NO_ANSWER_S < 60
         assert type(pending.body.timeout) in (int, float)  # type: ignore[union-attr]
         assert await client.cancel(name)
@@ -143,7 +143,7 @@ async def test_nan_and_negative_reach_the_daemon_as_they_are(served: str, value:
         before = client._conversation.now
         asking = asyncio.ensure_future(client.submit(task(f"held-{value!r}-{id(client)}", timeout=value)))
         await asyncio.sleep(0)
-        [pending] = client._conversation._pending.values()
+        [(_, pending)] = client._conversation._pending.items()
         assert pending.deadline - before - NO_ANSWER_S < 60
         assert not pending.body.timeout > 0, "so the daemon refuses it"  # type: ignore[union-attr]
     await asking

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.bodies import tag_of
 from transferd.client.client import Client
-from transferd.client.group import NOT_OF_GROUPS, GroupClient
+from transferd.client.group import GroupClient
 from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
 from transferd.tasks import ErrorInfo, LevelChange, RankResult, ReadStorageTask, Status, Task, TaskResult
 from transferd.wire import protocol as wire
@@ -195,17 +195,9 @@ async def test_nodes_that_do_not_fit_are_refused_by_name(engine: dict[str, Any],
 
 async def test_every_node_compares_its_engine_from_the_first_check_on() -> None:
     one, two = Node(0), Node(1)
-    two.identity = None  # of an older daemon: its report says the same
     await group_of(one, two)
     assert one.used_as == [Identity("m", "f", 0, 2, 4)]
     assert two.used_as == [Identity("m", "f", 2, 2, 4)]
-
-
-async def test_a_daemon_that_knows_no_engines_is_too_old() -> None:
-    one = Node(0)
-    one.identity, one.answers["stats"] = None, {}
-    with pytest.raises(RequestError, match="too old for groups, or has no engine 'default'"):
-        await group_of(one)
 
 
 async def test_a_group_that_is_not_ready_takes_no_task() -> None:
@@ -226,6 +218,18 @@ async def test_every_node_has_its_transport() -> None:
 
 
 # --- one surface ----------------------------------------------------------------------------------
+
+# What a Client has and a GroupClient has not, and why. `clients` has a Client for each node.
+_OF_ONE_NODE = "it is about one node: use `clients`"
+_OWN_RANKS = "a node's ranks and their memory are its own: use `clients`"
+NOT_OF_GROUPS = {
+    **dict.fromkeys(("boot_id", "identity", "pd_address", "ping"), _OF_ONE_NODE),
+    **dict.fromkeys(("explain", "why", "tasks", "record", "restart_check", "count_not_stored"), _OF_ONE_NODE),
+    **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated", "lease"), _OWN_RANKS),
+    **dict.fromkeys(("device_handle", "timelines", "reattach"), _OWN_RANKS),
+    "clients": "here it is the list of the nodes' clients; what they report is about one node",
+    **dict.fromkeys(("dropped", "unusable", "used", "retried", "withdraw"), "for the client's own parts"),
+}
 
 
 def test_a_group_has_what_a_client_has_or_says_why_not() -> None:
@@ -252,13 +256,11 @@ async def test_control_reaches_every_node_and_answers_are_put_together() -> None
         "locate": {"host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}},
     }
     assert await group.purge(["a"]) == Purged(7, 70, ["/a", "/b"], ["/c"])
-    assert await group.store.drain_level("file") == LevelChange("file", "out", 1, 2)
+    assert await group.drain_level("file") == LevelChange("file", "out", 1, 2)
     where = {"host-1": {"file": 3, "any": 3}, "host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}}
     assert await group.locate(keys=["a"]) == where
     pinned = await group.pin(["a", "b"], 1.0)
     assert (pinned, pinned.durable, pinned.reachable) == (1, 0, 0)
-    two.answers["pin"] = 1  # of a daemon of 0.3.0
-    assert await group.pin(["a", "b"], 1.0) == 1
     for name in ("unpin", "drain", "clear_cache", "restore_cache"):
         await getattr(group, name)()
         assert (one.asked[-1], two.asked[-1]) == (name, name)
@@ -280,7 +282,7 @@ async def test_a_prefetch_counts_what_every_rank_of_the_group_has() -> None:
             "ranks": shares,
             "generation": "g",
         }
-    result = await group.store.prefetch(["a", "b"], to="memory", task_id="p")
+    result = await group.prefetch(["a", "b"], to="memory", task_id="p")
     assert (result.task_id, result.status, result.block_ids) == ("p", Status.PARTIAL, [1])
     assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
     with pytest.raises(RequestError, match='for to="host"'):

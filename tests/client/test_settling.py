@@ -11,7 +11,7 @@ import pytest
 from tests.support.waits import until
 from transferd.client import settling
 from transferd.client.settling import Settling
-from transferd.errors import DaemonLost, RequestError
+from transferd.errors import DaemonLost
 from transferd.wire import protocol as wire
 
 
@@ -19,7 +19,7 @@ class Asked:
     """A conversation. asked: the questions; the newest one of a task is answered by `answer`."""
 
     endpoint = "ipc:///d"
-    many = 0  # as an older daemon says
+    session = wire.Welcome("b1", ready=True, version="", generation="", max_message=1, many=1)
 
     def __init__(self) -> None:
         self.present = "b1"
@@ -79,18 +79,6 @@ async def test_a_silent_daemon_is_asked_when_it_is_back_and_again_when_it_is_los
     await until(lambda: len(daemon.asked) == 2)
     daemon.questions["t"].set_result(True)
     assert await waiting
-
-
-async def test_an_older_daemon_cannot_say_it_and_its_successor_settles_it() -> None:
-    daemon, known = lost("t")
-    waiting = asyncio.ensure_future(known.settled("t", 60))
-    await until(lambda: daemon.asked)
-    daemon.questions["t"].set_exception(RequestError("settled?", code="unknown_type"))
-    assert not await known.settled("t", 0.05)
-    daemon.present = "b2"
-    known.welcomed(welcome("b2"))
-    assert await waiting
-    assert len(daemon.asked) == 1
 
 
 async def test_the_answer_about_an_earlier_push_says_nothing_of_a_later_one() -> None:

@@ -302,7 +302,7 @@ def test_closing_ends_what_other_threads_wait_for(endpoint: str, threads: Callab
 
 def _pending(client: SyncClient) -> list[str]:
     conversation = client._client._conversation
-    return [getattr(pending.body, "task_id", "") for pending in list(conversation._pending.values())]
+    return [getattr(pending.body, "task_id", "") for _, pending in conversation._pending.items()]
 
 
 def test_a_client_can_be_entered_again(endpoint: str) -> None:
@@ -328,7 +328,7 @@ def task(task_id):
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2])
 
 def interrupt():
-    while not client._client._conversation._pending:  # until the main thread waits for the held task
+    while not client._client._conversation._pending.items():  # until the main thread waits for the held task
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -384,8 +384,7 @@ def test_what_a_client_does_the_blocking_client_does_with_a_docstring_and_the_sa
 
 def test_the_types_of_the_blocking_forms_are_those_of_the_calls() -> None:
     script = Path(__file__).parents[2] / "scripts" / "blocking_types.py"
-    subprocess.run([sys.executable, script, "--check"], check=True, timeout=60)
-    assert SyncClient.store.names == Client.store.names
+    assert subprocess.run([sys.executable, script, "--check"], check=False, timeout=60).returncode == 0
 
 
 def test_help_of_a_forwarded_method_says_what_its_parameters_mean() -> None:
@@ -402,9 +401,7 @@ def only_checked(client: SyncClient) -> None:
     assert_type(client.submit(task("t"), settled=True), TaskResult)
     assert_type(client.boot_id, str)
     client.match(1)  # type: ignore[arg-type]
-    assert_type(client.store.match(["key"]), int)
-    assert_type(client.control.token, str)
-    client.cache.match(["key"])  # type: ignore[attr-defined]
+    assert_type(client.token, str)
 
 
 def test_threads_that_never_wait_take_turns_with_the_others(endpoint: str) -> None:

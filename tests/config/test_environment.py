@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from transferd.config import from_tree, load
-from transferd.config.environment import LONGEST_FILE, fold, open_regular, read_file, read_text
+from transferd.config.environment import LONGEST_FILE, fold, open_regular, read_file
 from transferd.errors import ConfigError
 
 
@@ -114,7 +114,7 @@ def test_attention_stores_variables_fill_the_section_and_name_the_pod() -> None:
     [
         ("AS_WRITE_SLICE_BLOCK_NUM", "0"), ("AS_WRITE_SLICE_BLOCK_NUM", "٣"), ("AS_WRITE_SLICE_BLOCK_NUM", "9" * 10),
         ("AS_WRITE_SLICE_TIMEOUT", "0"), ("AS_WRITE_TOTAL_TIMEOUT", "inf"), ("AS_WRITE_TOTAL_TIMEOUT", "nan"),
-        ("FD_AS_ONLY_FLUSH", "true"), ("ENABLE_EP_DP_IN_FD", "2"),
+        ("FD_AS_ONLY_FLUSH", "yes"), ("ENABLE_EP_DP_IN_FD", "2"),
     ],
 )  # fmt: skip
 def test_a_variable_that_does_not_parse_is_named_with_its_value(variable: str, text: str) -> None:
@@ -148,6 +148,5 @@ def test_a_file_that_could_block_or_never_end_is_not_read(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="larger than 10 bytes"):
         read_file(large, 10)
     assert read_file(large, 11) == b"x" * 11
-    assert read_text(large, 11) == "x" * 11
     with open_regular(large) as file:
         assert file.read() == b"x" * 11

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from transferd.config import PERSONAL, load, origins, personal
+from transferd.config import load, origins, personal
+from transferd.config.loading import PERSONAL
 from transferd.config.sections import DEFAULT_ENDPOINT
 
 MINE = {"XDG_RUNTIME_DIR": "/run/user/7", "HOME": "/home/me"}

@@ -19,14 +19,14 @@ from transferd.config.size import MOST_PERCENT, Capacities, Reserve
         (7, 7),
         ("0", 0),
         ("12B", 12),
-        ("9" * 400, 10**400 - 1),
+        (2**60, 2**60),
     ],
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert Size.parse(text) == nbytes
 
 
-@given(st.integers(0, 2**80))
+@given(st.integers(0, 2**60))
 def test_a_size_reads_back_as_it_is_printed(nbytes: int) -> None:
     assert Size.parse(str(Size(nbytes))) == nbytes
 
@@ -40,8 +40,8 @@ def test_text_that_is_no_size_is_refused_without_repeating_it(text: str) -> None
     assert text not in str(refused.value) or text in ("", "MiB")
 
 
-@pytest.mark.parametrize("value", [True, False, 1.5, None, [], -1])
-def test_only_whole_numbers_that_are_not_negative_are_sizes(value: object) -> None:
+@pytest.mark.parametrize("value", [True, False, 1.5, None, [], -1, 2**60 + 1, "9" * 400])
+def test_only_whole_numbers_of_some_bytes_are_sizes(value: object) -> None:
     with pytest.raises(ValueError, match="expected a size"):
         Size.parse(value)  # type: ignore[arg-type] # what a configuration file may hold
 
@@ -52,7 +52,7 @@ def test_a_size_is_printed_in_the_largest_unit_that_holds_it_exactly() -> None:
     ]  # fmt: skip
 
 
-@given(st.fractions(0, 2**40, max_denominator=1000).map(lambda value: round(float(value), 3)))
+@given(st.fractions(0, 2**30, max_denominator=1000).map(lambda value: round(float(value), 3)))
 def test_a_fraction_of_a_unit_is_rounded_down_to_whole_bytes(number: float) -> None:
     text = f"{number:.3f}"
     whole, part = text.split(".")

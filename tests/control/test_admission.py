@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,22 +13,20 @@ import pytest
 
 from tests.control.test_dispatcher import Desk
 from tests.support.bodies import least, tag_of
-from tests.support.dispatch import limits
+from tests.support.dispatch import limits, touching
 from transferd.control.admission import (
     Limits,
-    Prepared,
     ResultCache,
     argument_bytes,
     check_task,
     content_hash,
     footprint_of,
-    prepare,
     withdraws_the_rest,
 )
+from transferd.control.dispatcher import Dispatcher
 from transferd.errors import RequestError
 from transferd.tasks import (
     TASK_TYPES,
-    Footprint,
     ReadStorageTask,
     ReceiveTask,
     SendTask,
@@ -276,15 +273,6 @@ def test_a_direct_transfer_needs_no_path_where_storage_is_token_indexed() -> Non
     check_task(receive(), TOKENS)
 
 
-def test_only_a_write_of_a_daemon_that_only_flushes_is_a_flush() -> None:
-    path = TokenIds(range(36))
-    assert prepare(write(token_ids=path), FLUSH).flush
-    assert not prepare(write(token_ids=path), TOKENS).flush
-    assert not prepare(read(token_ids=path), FLUSH).flush
-    assert not prepare(send(), FLUSH).flush
-    assert not prepare(swap_out([1], [1]), FLUSH).flush
-
-
 def test_a_flush_may_name_no_device_blocks_and_more_than_there_are() -> None:
     path = TokenIds(range(36))
     check_task(write("abcdefghi", [], token_ids=path), FLUSH)
@@ -301,29 +289,23 @@ def test_an_eviction_that_names_no_blocks_withdraws_the_rest_of_its_path(exists:
 # --- what an admitted task counts for -------------------------------------------------------------
 
 
-def test_a_task_moves_its_blocks_on_every_rank_and_a_flush_moves_nothing() -> None:
+def under_way(task: Task, limits: Limits) -> int:
+    dispatcher = Dispatcher(limits)
+    dispatcher.submit(0.0, b"client", 1, task)
+    assert len(dispatcher.records) == 1
+    return dispatcher.bytes_under_way(task.lane)
+
+
+def test_a_task_moves_its_blocks_on_every_rank_and_only_a_write_of_a_daemon_that_only_flushes_moves_nothing() -> None:
     path = TokenIds(range(36))
-    assert prepare(write("abc"), LIMITS).nbytes == 3 * 100 * 2
-    assert prepare(read("abc", [1, 2, 3, 4]), LIMITS).nbytes == 3 * 100 * 2
-    assert prepare(swap_in([1, 2], [1, 2]), LIMITS).nbytes == 2 * 100 * 2
-    assert prepare(write("abc", token_ids=path), FLUSH).nbytes == 0
-    assert prepare(read("abc", token_ids=path), FLUSH).nbytes == 3 * 100 * 2
-
-
-def test_a_prepared_task_says_what_the_others_ask_of_it() -> None:
-    task = write("abc")
-    assert prepare(task, LIMITS) == Prepared(
-        task, task.lane, 3, 600, argument_bytes(task), footprint_of(task, LIMITS), content_hash(task), flush=False
-    )
-    with pytest.raises(RequestError, match="the device has only 8"):
-        prepare(write("abcdefghi"), LIMITS)
-
-
-def test_a_prepared_task_never_changes_and_is_no_work_for_the_garbage_collector() -> None:
-    prepared = prepare(write("abc"), LIMITS)
-    with pytest.raises(AttributeError):
-        prepared.nbytes = 0  # type: ignore[misc]
-    assert not gc.is_tracked(prepared)
+    assert under_way(write("abc"), LIMITS) == 3 * 100 * 2
+    assert under_way(read("abc", [1, 2, 3, 4]), LIMITS) == 3 * 100 * 2
+    assert under_way(swap_out([1, 2], [1, 2]), LIMITS) == 2 * 100 * 2
+    assert under_way(write("abc", token_ids=path), FLUSH) == 0
+    assert under_way(write("abc", token_ids=path), TOKENS) == 3 * 100 * 2
+    assert under_way(read("abc", token_ids=path), FLUSH) == 3 * 100 * 2
+    assert under_way(send(), FLUSH) > 0
+    assert under_way(swap_out([1], [1]), FLUSH) > 0
 
 
 def test_arguments_count_1700_bytes_a_task_190_a_key_150_an_id_and_the_length_of_texts_and_token_ids() -> None:
@@ -344,13 +326,13 @@ def test_a_task_has_the_blocks_that_it_names_to_itself() -> None:
 def test_a_flush_keeps_its_order_with_flushes_of_the_same_keys_and_of_the_same_tree() -> None:
     path = TokenIds([7, 8, 9, 10, 11, 12, 13, 14])
     some = footprint_of(write("ab", token_ids=path), FLUSH)
-    assert some == Footprint(storage_writes=["index entry of a", "index entry of b"], paths_read=["[7, 8, 9, 10]"])
+    assert some == touching(storage_writes=["index entry of a", "index entry of b"], paths_reads=["[7, 8, 9, 10]"])
     rest = footprint_of(write("a", [], token_ids=path, flush_cache_exists=False), FLUSH)
-    assert rest == Footprint(storage_writes=["index entry of a"], paths_written=["[7, 8, 9, 10]"])
+    assert rest == touching(storage_writes=["index entry of a"], paths_writes=["[7, 8, 9, 10]"])
 
 
 def test_flushes_without_token_ids_are_of_one_tree() -> None:
-    assert footprint_of(write("a"), FLUSH).paths_read == footprint_of(write("b"), FLUSH).paths_read != ()
+    assert footprint_of(write("a"), FLUSH).reads == footprint_of(write("b"), FLUSH).reads != ()
 
 
 # --- is it the same request? ----------------------------------------------------------------------
@@ -388,10 +370,12 @@ HOST: dict[str, Any] = {"gpu_block_ids": [], "cpu_block_ids": [4, 5]}
 
 
 def test_host_blocks_are_checked_and_claimed_as_device_blocks_are() -> None:
-    written, loaded = prepare(write(**HOST), LIMITS), prepare(read(**HOST), LIMITS)
-    assert written.footprint == Footprint(host_reads=[4, 5], storage_writes=["a", "b"])
-    assert loaded.footprint == Footprint(host_writes=[4, 5], storage_reads=["a", "b"])
-    assert written.content != prepare(write(ids=[4, 5]), LIMITS).content, "it is another request"
+    written, loaded = write(**HOST), read(**HOST)
+    check_task(written, LIMITS)
+    check_task(loaded, LIMITS)
+    assert footprint_of(written, LIMITS) == touching(host_reads=[4, 5], storage_writes=["a", "b"])
+    assert footprint_of(loaded, LIMITS) == touching(host_writes=[4, 5], storage_reads=["a", "b"])
+    assert content_hash(written) != content_hash(write(ids=[4, 5])), "it is another request"
     assert argument_bytes(write(**HOST)) == argument_bytes(write(ids=[4, 5]))
 
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.dispatch import touching
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.order import EDGE_BYTES, Claim, HazardTable
 from transferd.errors import RequestError
-from transferd.tasks import Footprint
 
 SEED = int(os.environ.get("SEED", "48"))
 
@@ -26,8 +26,8 @@ def table_of(ranges: ByteRanges[Claim], *grids: WindowGrid) -> HazardTable:
     return table
 
 
-def enter(table: HazardTable, name: str, **footprint: object) -> Claim:
-    return table.enter(name, Footprint(**footprint))  # type: ignore[arg-type]
+def enter(table: HazardTable, name: str, **footprint: Sequence[object]) -> Claim:
+    return table.enter(name, touching(**footprint))
 
 
 def test_two_windows_that_share_one_byte_are_ordered_and_neighbours_are_not() -> None:
@@ -99,9 +99,9 @@ def test_a_cancelled_claim_of_another_engine_holds_its_place_until_what_it_waits
 
 def test_targets_of_one_task_that_share_a_byte_are_refused_by_name() -> None:
     table = table_of(ByteRanges(), WindowGrid("m", 0, 100, 100), WindowGrid("n", 0, 4, 10))
-    table.check_targets([7, 0, 3])
+    table.check_targets(touching(device_writes=[7, 0, 3]))
     with pytest.raises(RequestError, match="blocks 5 and 7 share bytes: windows of 10, 4 apart") as refusal:
-        table.check_targets([7, 0, 5])
+        table.check_targets(touching(device_writes=[7, 0, 5]))
     assert refusal.value.reason == "duplicate_id"
 
 
@@ -109,7 +109,7 @@ def test_a_window_that_is_in_the_way_of_many_counts_what_it_costs() -> None:
     table = table_of(ByteRanges(), WindowGrid("m", 0, 1, 1000))
     for block in range(0, 900, 100):
         enter(table, f"small {block}", device_reads=[block])
-    wide = table.enter("wide", Footprint(device_writes=[450]), 1000)
+    wide = table.enter("wide", touching(device_writes=[450]), 1000)
     assert wide.blockers == 9
     assert wide.nbytes == 1000 + 9 * EDGE_BYTES
     assert table.nbytes == wide.nbytes
@@ -192,7 +192,7 @@ def test_a_claim_is_ready_exactly_when_no_earlier_claim_with_its_bytes_holds_its
     uses: list[tuple[set[object], set[object]]] = []  # what each claim reads and writes
     for number, (engine, reads, writes, host_reads, host_writes) in enumerate(tasks):
         engine %= len(tables)
-        footprint = Footprint(reads, writes, host_reads, host_writes)
+        footprint = touching(device_reads=reads, device_writes=writes, host_reads=host_reads, host_writes=host_writes)
         claims.append(tables[engine].enter(number, footprint))
         uses.append(
             (

@@ -14,7 +14,7 @@ import pytest
 
 from tests.control.test_dispatcher import CLIENT, Desk, read, write
 from tests.support.dispatch import limits
-from transferd.control import events as ev
+from transferd.control import instructions as do
 from transferd.control.admission import ID_BYTES, KEY_BYTES, RESULT_BYTES, TASK_BYTES, ResultCache, argument_bytes
 from transferd.control.dispatcher import Dispatcher
 from transferd.observability.recorder import Recorder
@@ -31,7 +31,7 @@ from transferd.tasks import (
 )
 
 KEYS = 4000
-WIDE = limits(device_blocks=10**8, host_blocks=10**8, block_bytes=1, max_queued=10**6, max_queued_bytes=10**12)
+WIDE = limits(device_blocks=10**8, host_blocks=10**8, block_bytes=1, max_queued_tasks=10**6, max_queued_bytes=10**12)
 
 
 def from_the_wire(task: Task) -> Task:
@@ -87,11 +87,11 @@ def test_the_bytes_counted_for_a_task_are_what_it_holds(make: Callable[[int], Ta
     def queue(dispatcher: Dispatcher) -> None:
         for i in range(count):
             task = msgspec.structs.replace(make(i // sharing), task_id=f"t{i}")
-            dispatcher.handle(ev.TaskSubmitted(CLIENT, i, from_the_wire(task), 0.0))
+            dispatcher.submit(0.0, CLIENT, i, from_the_wire(task))
 
     rehearsal, *measured = dispatchers = [Dispatcher(WIDE) for _ in range(3)]
     for each in dispatchers:
-        each.handle(ev.PauseRequested(0.0))
+        each.pause(0.0)
     queue(rehearsal)  # allocates what is made once, such as coverage's notes on lines: no task holds that
     # The least of two: what other threads of the test run allocate meanwhile only adds.
     held = min(traced(functools.partial(queue, each)) for each in measured)
@@ -167,7 +167,7 @@ def test_a_cancelled_tasks_bytes_count_while_others_are_ordered_behind_it() -> N
         if seq in desk.answers:
             busy += 1
         else:
-            desk.hear(ev.CancelRequested(f"w{i}", desk.now))
+            desk.hear(desk.dispatcher.cancel(desk.now, f"w{i}"))
     assert busy >= 30
     assert desk.dispatcher.statistics().queued == 0
     desk.finish("long")
@@ -196,7 +196,7 @@ def test_a_task_that_is_answered_lets_go_of_its_arguments(ending: str) -> None:
         case "done":
             desk.finish("t")
         case "cancelled while queued":
-            desk.hear(ev.CancelRequested("t", desk.now))
+            desk.hear(desk.dispatcher.cancel(desk.now, "t"))
         case "expired":
             desk.pass_time(2.0)
         case "left behind by a rank":
@@ -260,7 +260,7 @@ def test_memory_after_many_large_tasks_is_that_after_few() -> None:
 
 
 def run_one(dispatcher: Dispatcher, task: WriteStorageTask) -> None:
-    dispatcher.handle(ev.TaskSubmitted(CLIENT, 0, from_the_wire(task), 0.0))
+    dispatcher.submit(0.0, CLIENT, 0, from_the_wire(task))
     merged = task.merge([RankOutcome(rank, range(task.blocks), 1) for rank in range(2)])
-    answers: list[Any] = dispatcher.handle(ev.RoundMerged(task.task_id, merged, (), 0.0))
-    assert any(isinstance(answer, ev.Reply) and answer.result.status is Status.OK for answer in answers)
+    answers: list[Any] = dispatcher.round_merged(0.0, task.task_id, merged, ())
+    assert any(isinstance(answer, do.Reply) and answer.result.status is Status.OK for answer in answers)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.control.test_dispatcher import LIMITS, Desk, read, swap_in, swap_out, write
-from transferd.control import events as ev
+from tests.support.dispatch import limits_but
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.tasks import ReceiveTask, SendTask, Status, Task, WriteStorageTask
@@ -20,7 +20,7 @@ def started_desk(limits: Limits = LIMITS) -> Desk:
     """A daemon that has just started: it has its memory, and no engine has come."""
     desk = Desk(limits)
     desk.dispatcher = Dispatcher(limits, admitting=False)
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     return desk
 
 
@@ -56,17 +56,17 @@ def test_no_task_names_device_memory_that_nobody_has_mapped(task: Task) -> None:
 
 def test_a_task_is_refused_while_no_client_has_mapped_a_rank() -> None:
     desk = started_desk()
-    desk.hear(ev.MappingsChanged((1,), {}, desk.now))
+    desk.hear(desk.dispatcher.mappings_changed(desk.now, (1,), {}))
     result = desk.answers[desk.submit(write("w", 1))]
     assert result.error is not None
     assert (result.error.code, "rank 1" in result.error.message) == ("not_attached", True)
-    desk.hear(ev.MappingsChanged((), {}, desk.now))
+    desk.hear(desk.dispatcher.mappings_changed(desk.now, (), {}))
     desk.submit(write("w", 1))
     assert desk.started == ["w"]
 
 
 def test_a_client_that_has_earlier_memory_mapped_is_refused_and_others_are_not(desk: Desk) -> None:
-    desk.hear(ev.MappingsChanged((), {OTHER: (1,)}, desk.now))
+    desk.hear(desk.dispatcher.mappings_changed(desk.now, (), {OTHER: (1,)}))
     seq = desk.submit(write("w", 1), client=OTHER)
     assert code(desk, seq) == "not_attached"
     desk.submit(write("w", 1))
@@ -74,7 +74,7 @@ def test_a_client_that_has_earlier_memory_mapped_is_refused_and_others_are_not(d
 
 
 def test_a_refusal_names_the_first_rank_of_which_the_client_has_mapped_earlier_memory(desk: Desk) -> None:
-    desk.hear(ev.MappingsChanged((), {OTHER: (1, 3)}, desk.now))
+    desk.hear(desk.dispatcher.mappings_changed(desk.now, (), {OTHER: (1, 3)}))
     result = desk.answers[desk.submit(write("w", 1), client=OTHER)]
     assert result.error is not None
     assert result.error.message.startswith("rank 1: this client still has")
@@ -103,7 +103,7 @@ def test_a_swap_in_of_a_block_that_was_never_filled_is_rejected(desk: Desk) -> N
 
 def test_host_blocks_are_empty_again_when_their_pool_was_given_up(desk: Desk) -> None:
     desk.fill_host(1)
-    desk.hear(ev.HostEmptied(desk.now))
+    desk.hear(desk.dispatcher.host_emptied(desk.now))
     assert code(desk, desk.submit(swap_in("i", [1], [1]))) == "empty_block"
 
 
@@ -125,7 +125,7 @@ def test_a_swap_in_fails_when_the_swap_out_before_it_does(desk: Desk, how: str) 
     desk.submit(swap_out("o", [1], [3]))
     seq = desk.submit(swap_in("i", [2], [3]))
     if how != "failed":
-        desk.hear(ev.CancelRequested("o", desk.now))
+        desk.hear(desk.dispatcher.cancel(desk.now, "o"))
     if how == "cancelled while queued":
         desk.finish("before")
         desk.finish("reader")
@@ -145,7 +145,7 @@ def test_a_swap_out_that_fails_half_way_spoils_what_its_blocks_held(desk: Desk) 
     desk.fill_host(5)
     desk.submit(swap_out("p", [1], [5]))
     desk.submit(swap_in("j", [2], [5]))
-    desk.hear(ev.CancelRequested("p", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "p"))
     desk.finish("p")  # all of it was moved before it heard of the cancel
     assert "j" in desk.started
 
@@ -154,20 +154,22 @@ def test_a_swap_out_that_was_taken_back_before_its_start_spoils_nothing(desk: De
     desk.fill_host(3)
     desk.submit(read("reader", 1))
     desk.submit(swap_out("o", [1], [3]))
-    desk.hear(ev.CancelRequested("o", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "o"))
     desk.submit(swap_in("i", [2], [3]))
     desk.finish("reader")
     assert desk.started == ["reader", "i"]
 
 
 def test_a_long_chain_of_swap_ins_fails_without_deep_recursion() -> None:
-    limits = replace(LIMITS, block_bytes=1, max_queued=4000, max_bytes=2**40, max_results=4000, max_queued_bytes=2**30)
+    limits = limits_but(
+        LIMITS, block_bytes=1, max_queued_tasks=4000, max_inflight_bytes=2**40, max_results=4000, max_queued_bytes=2**30
+    )
     desk = Desk(limits)
     desk.submit(swap_out("o", [1], [3]))
     pushes = 3000
     for number in range(pushes):  # each waits for the one before it: they fill one device block
         desk.seq += 1
-        desk.dispatcher.handle(ev.TaskSubmitted(b"engine", desk.seq, swap_in(f"i{number}", [2], [3]), desk.now))
+        desk.dispatcher.submit(desk.now, b"engine", desk.seq, swap_in(f"i{number}", [2], [3]))
     desk.finish("o", moved=0)
     assert len([answer for answer in desk.answers.values() if answer.status is Status.FAILED]) == pushes + 1
     assert desk.dispatcher.empty
@@ -180,11 +182,11 @@ def desk() -> Desk:
 
 def test_a_gone_client_gets_no_answer_for_what_waited_for_its_own_task() -> None:
     """The swap-out ends before it has filled the block, and the swap-in behind it would fail for that."""
-    desk = Desk(replace(LIMITS, lane_depth=1))
+    desk = Desk(limits_but(LIMITS, lane_depth=1))
     desk.submit(swap_out("runs", [3], [3]), client=b"stays")
     desk.submit(swap_out("o", [1], [1]), client=b"gone")
     desk.submit(swap_in("i", [2], [1]), client=b"gone")
-    desk.hear(ev.ClientGone(b"gone", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"gone"))
     assert (desk.started, desk.stopped, desk.answers) == (["runs"], [], {})
     desk.finish("runs")
     assert desk.dispatcher.empty

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.support.dispatch import check_dispatcher, limits
-from transferd.control import events as ev
+from tests.support.dispatch import check_dispatcher, limits, state_of
+from transferd.control import instructions as do
 from transferd.control.admission import Limits
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import TRANSITIONS, State
@@ -27,7 +28,14 @@ from transferd.tasks import (
 )
 
 LIMITS = limits(
-    ranks=2, device_blocks=8, host_blocks=8, block_bytes=100, max_queued=3, max_bytes=2000, lane_depth=2, max_results=4
+    ranks=2,
+    device_blocks=8,
+    host_blocks=8,
+    block_bytes=100,
+    max_queued_tasks=3,
+    max_inflight_bytes=2000,
+    lane_depth=2,
+    max_results=4,
 )
 CLIENT = b"engine"
 
@@ -47,28 +55,28 @@ class Desk:
         self.wake_at: float | None = None
         self.tasks: dict[str, Task] = {}
 
-    def hear(self, event: ev.Event) -> None:
-        for instruction in self.dispatcher.handle(event):
+    def hear(self, instructions: list[do.Instruction]) -> None:
+        for instruction in instructions:
             match instruction:
-                case ev.Start(task):
+                case do.Start(task):
                     self.started.append(task.task_id)
-                case ev.StopTask(task_id, reason):
+                case do.StopTask(task_id, reason):
                     self.stopped.append((task_id, reason))
-                case ev.ExpireRound(task_id):
+                case do.ExpireRound(task_id):
                     self.expired.append(task_id)
-                case ev.Reply(_, seq, result):
+                case do.Reply(_, seq, result):
                     assert seq not in self.answers, "a waiter is answered once"
                     self.answers[seq] = result
-                case ev.Publish(task, _):
+                case do.Publish(task, _):
                     self.published.append(task.task_id)
-                case ev.WakeAt(when):
+                case do.WakeAt(when):
                     self.wake_at = when
         check_dispatcher(self.dispatcher)
 
     def submit(self, task: Task, client: bytes = CLIENT) -> int:
         self.seq += 1
         self.tasks[task.task_id] = task
-        self.hear(ev.TaskSubmitted(client, self.seq, task, self.now))
+        self.hear(self.dispatcher.submit(self.now, client, self.seq, task))
         return self.seq
 
     def finish(self, task_id: str, *, moved: int | None = None, missing: tuple[int, ...] = ()) -> None:
@@ -82,7 +90,7 @@ class Desk:
             else RankOutcome(rank, range(count), count * 100, stop=stop if count < task.blocks else None)
             for rank in range(2)
         ]
-        self.hear(ev.RoundMerged(task_id, task.merge(outcomes), missing, self.now))
+        self.hear(self.dispatcher.round_merged(self.now, task_id, task.merge(outcomes), missing))
 
     def fill_host(self, *blocks: int) -> None:
         """A swap-out fills host blocks, and leaves no trace in `started`."""
@@ -95,7 +103,7 @@ class Desk:
         self.now += seconds
         if self.wake_at is not None and self.wake_at <= self.now:
             self.wake_at = None
-            self.hear(ev.DeadlineReached(self.now))
+            self.hear(self.dispatcher.deadline_reached(self.now))
 
 
 @pytest.fixture
@@ -122,7 +130,7 @@ def swap_in(task_id: str, gpu: list[int], cpu: list[int], **more: Any) -> SwapIn
 def test_a_task_starts_at_once_and_its_result_goes_to_the_pusher(desk: Desk) -> None:
     seq = desk.submit(write("w", 1, 2))
     assert desk.started == ["w"]
-    assert desk.dispatcher.state_of("w") is State.RUNNING
+    assert state_of(desk.dispatcher, "w") is State.RUNNING
     desk.now = 2.5
     desk.finish("w")
     result = desk.answers[seq]
@@ -220,7 +228,7 @@ def test_past_the_queue_bound_the_answer_is_busy_with_a_hint_and_the_id_may_be_p
 
 
 def test_past_the_bytes_in_flight_the_answer_is_busy_but_one_task_alone_may_be_larger() -> None:
-    desk = Desk(limits(host_blocks=0, block_bytes=100, max_bytes=2000))
+    desk = Desk(limits(host_blocks=0, block_bytes=100, max_inflight_bytes=2000))
     big = desk.submit(write("big", *range(20)))
     assert big not in desk.answers
     small = desk.submit(write("small", 30))
@@ -278,7 +286,7 @@ def test_a_running_task_is_stopped_at_its_deadline_and_returns_the_prefix_done_s
     seq = desk.submit(read("r", 1, 2, 3, timeout=2.0))
     desk.pass_time(2.0)
     assert desk.stopped == [("r", Stop.EXPIRED)]
-    assert desk.dispatcher.state_of("r") is State.CANCELLING
+    assert state_of(desk.dispatcher, "r") is State.CANCELLING
     desk.finish("r", moved=2)
     result = desk.answers[seq]
     assert (result.status, result.block_ids) == (Status.PARTIAL, [1, 2])
@@ -299,7 +307,7 @@ def test_a_rank_that_does_not_let_go_is_left_behind_and_its_blocks_stay_claimed(
     assert not desk.dispatcher.settled("r")
     assert desk.started == ["r"], "block 1 may still be written by rank 1"
     assert not desk.dispatcher.quiet
-    desk.hear(ev.RankLeft("r", 1, desk.now))
+    desk.hear(desk.dispatcher.rank_left(desk.now, "r", 1))
     assert desk.dispatcher.settled("r")
     assert desk.answers[desk.submit(read("r", 1, timeout=2.0))].settled, "the kept result"
     assert desk.started == ["r", "w"]
@@ -310,11 +318,11 @@ def test_the_result_of_a_dead_rank_is_settled_once_that_rank_is_done(desk: Desk)
     """A rank that has died is not missing, but may still be in a copy of another task."""
     seq = desk.submit(read("r", 1))
     merged = Merged(Status.FAILED, [], [], ErrorInfo("rank_died", "rank 1 died"))
-    desk.hear(ev.RoundMerged("r", merged, (), desk.now, settled=False))
+    desk.hear(desk.dispatcher.round_merged(desk.now, "r", merged, (), settled=False))
     assert not desk.answers[seq].settled
     assert not desk.dispatcher.settled("r")
     assert not desk.answers[desk.submit(read("r", 1))].settled
-    desk.hear(ev.TaskSettled("r", desk.now))
+    desk.hear(desk.dispatcher.task_settled(desk.now, "r"))
     assert desk.dispatcher.settled("r")
     assert desk.answers[desk.submit(read("r", 1))].settled
 
@@ -324,7 +332,7 @@ def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behi
     desk.submit(swap_out("reader", [1], [1]))
     cancelled = desk.submit(read("r", 1))
     desk.submit(swap_in("i", [1], [2]))
-    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r"))
     assert desk.answers[cancelled].status is Status.CANCELLED
     assert desk.started == ["reader"], "the swap-in still waits for the swap-out before the cancelled task"
     desk.finish("reader")
@@ -333,8 +341,8 @@ def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behi
 
 def test_cancel_of_a_running_task_stops_it_and_says_cancelled(desk: Desk) -> None:
     seq = desk.submit(read("r", 1, 2))
-    desk.hear(ev.CancelRequested("r", desk.now))
-    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r"))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r"))
     assert desk.stopped == [("r", Stop.CANCELLED)]
     desk.finish("r", moved=1)
     assert (desk.answers[seq].status, desk.answers[seq].block_ids) == (Status.CANCELLED, [1])
@@ -343,7 +351,7 @@ def test_cancel_of_a_running_task_stops_it_and_says_cancelled(desk: Desk) -> Non
 def test_the_deadline_of_a_cancelled_task_does_not_cut_its_slack_short(desk: Desk) -> None:
     seq = desk.submit(read("r", 1, timeout=2.0))
     desk.pass_time(1.9)
-    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r"))
     desk.pass_time(0.1)
     assert desk.expired == []
     desk.pass_time(0.9)
@@ -353,7 +361,7 @@ def test_the_deadline_of_a_cancelled_task_does_not_cut_its_slack_short(desk: Des
 
 
 def test_a_cancel_of_an_unknown_task_changes_nothing(desk: Desk) -> None:
-    desk.hear(ev.CancelRequested("nobody", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "nobody"))
     assert desk.dispatcher.empty
 
 
@@ -362,7 +370,7 @@ def test_tasks_without_a_waiting_client_are_cancelled(desk: Desk) -> None:
     desk.submit(write("shared", 2), client=b"gone")
     kept = desk.submit(write("shared", 2), client=b"stays")
     desk.submit(write("queued", 1), client=b"gone")
-    desk.hear(ev.ClientGone(b"gone", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"gone"))
     assert desk.stopped == [("mine", Stop.CANCELLED)]
     desk.finish("mine")
     desk.finish("shared")
@@ -372,34 +380,34 @@ def test_tasks_without_a_waiting_client_are_cancelled(desk: Desk) -> None:
 
 def test_pause_admits_and_starts_nothing_and_resume_goes_on(desk: Desk) -> None:
     desk.submit(write("a", 1))
-    desk.hear(ev.PauseRequested(desk.now))
+    desk.hear(desk.dispatcher.pause(desk.now))
     desk.submit(write("b", 2))
     assert not desk.dispatcher.quiet
     desk.finish("a")
     assert desk.dispatcher.quiet
     assert desk.started == ["a"]
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     assert desk.started == ["a", "b"]
 
 
 def pause(desk: Desk, holder: str, client: bytes) -> None:
-    desk.hear(ev.PauseRequested(desk.now, client, holder))
+    desk.hear(desk.dispatcher.pause(desk.now, client, holder))
 
 
 def test_a_pause_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
     pause(desk, "a", b"a1")
     desk.submit(write("w", 1), client=b"b1")
-    desk.hear(ev.ClientGone(b"b2", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"b2"))
     assert desk.started == [], "somebody else has gone"
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.started == ["w"]
     assert desk.dispatcher.statistics().held == []
 
 
 def test_a_drain_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
-    desk.hear(ev.DrainRequested(desk.now, b"a1", "a"))
+    desk.hear(desk.dispatcher.drain(desk.now, b"a1", "a"))
     assert desk.answers[desk.submit(write("w", 1), client=b"b1")].status is Status.REJECTED
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     desk.submit(write("w", 1), client=b"b1")
     assert desk.started == ["w"]
 
@@ -410,21 +418,21 @@ def test_several_pauses_end_one_by_one(desk: Desk) -> None:
     pause(desk, "c", b"c1")
     pause(desk, "c", b"c1")
     desk.submit(write("w", 1), client=b"d1")
-    desk.hear(ev.ResumeRequested(desk.now, "a"))
-    desk.hear(ev.ClientGone(b"b1", desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now, "a"))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"b1"))
     assert desk.started == [], "c still holds"
     assert [hold.holder for hold in desk.dispatcher.statistics().held] == ["c"]
-    desk.hear(ev.ResumeRequested(desk.now, "c"))
+    desk.hear(desk.dispatcher.resume(desk.now, "c"))
     assert desk.started == ["w"]
 
 
 def test_a_resume_by_a_client_without_holds_ends_all_pauses_and_drains(desk: Desk) -> None:
     pause(desk, "a", b"a1")
-    desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
-    desk.hear(ev.ResumeRequested(desk.now, "operator"))
+    desk.hear(desk.dispatcher.drain(desk.now, b"b1", "b"))
+    desk.hear(desk.dispatcher.resume(desk.now, "operator"))
     desk.submit(write("w", 1), client=b"d1")
     assert desk.started == ["w"]
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.stopped == []
 
 
@@ -433,11 +441,11 @@ def test_a_holder_that_comes_back_by_another_connection_does_not_lose_its_pause_
     desk.pass_time(1.0)
     pause(desk, "a", b"a2")
     desk.submit(write("w", 1), client=b"d1")
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.started == []
     [hold] = desk.dispatcher.statistics().held
     assert hold.since == 0.0, "it has been paused since the first"
-    desk.hear(ev.ResumeRequested(desk.now, "a"))
+    desk.hear(desk.dispatcher.resume(desk.now, "a"))
     assert desk.started == ["w"]
 
 
@@ -445,21 +453,21 @@ def test_the_end_of_a_pause_starts_queued_tasks_except_those_of_lost_clients(des
     pause(desk, "a", b"a1")
     mine = desk.submit(write("mine", 1), client=b"a1")
     desk.submit(write("other", 2), client=b"b1")
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.started == ["other"]
     assert mine not in desk.answers
 
 
 def test_a_shutdown_does_not_end_with_a_client(desk: Desk) -> None:
-    desk.hear(ev.DrainRequested(desk.now, b"a1", "a"))
-    desk.hear(ev.ShutdownRequested(desk.now))
-    desk.hear(ev.ClientGone(b"a1", desk.now))
+    desk.hear(desk.dispatcher.drain(desk.now, b"a1", "a"))
+    desk.hear(desk.dispatcher.shut_down(desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.dispatcher.statistics().draining
     assert desk.answers[desk.submit(write("late", 7), client=b"b1")].status is Status.REJECTED
 
 
 def test_a_paused_task_still_expires(desk: Desk) -> None:
-    desk.hear(ev.PauseRequested(desk.now))
+    desk.hear(desk.dispatcher.pause(desk.now))
     seq = desk.submit(write("a", 1, timeout=1.0))
     desk.pass_time(1.0)
     assert desk.answers[seq].status is Status.EXPIRED
@@ -468,11 +476,11 @@ def test_a_paused_task_still_expires(desk: Desk) -> None:
 def test_a_push_that_will_be_resent_gets_no_refusal_and_its_resend_may_be_admitted(desk: Desk) -> None:
     task = write("t", 1)
     desk.tasks["t"] = task
-    desk.hear(ev.DrainRequested(desk.now, CLIENT, ""))
-    desk.hear(ev.TaskSubmitted(CLIENT, 7, task, desk.now, again=True))
+    desk.hear(desk.dispatcher.drain(desk.now, CLIENT, ""))
+    desk.hear(desk.dispatcher.submit(desk.now, CLIENT, 7, task, again=True))
     assert desk.answers == {}
-    desk.hear(ev.ResumeRequested(desk.now, ""))
-    desk.hear(ev.TaskSubmitted(CLIENT, 7, task, desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now, ""))
+    desk.hear(desk.dispatcher.submit(desk.now, CLIENT, 7, task))
     assert desk.started == ["t"]
     desk.finish("t")
     assert desk.answers[7].status is Status.OK
@@ -481,13 +489,13 @@ def test_a_push_that_will_be_resent_gets_no_refusal_and_its_resend_may_be_admitt
 def test_drain_rejects_new_tasks_finishes_the_admitted_and_resume_admits_again(desk: Desk) -> None:
     for i in range(3):
         desk.submit(write(f"w{i}", i))
-    desk.hear(ev.DrainRequested(desk.now))
+    desk.hear(desk.dispatcher.drain(desk.now))
     refused = desk.answers[desk.submit(write("late", 7))]
     assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "draining")
     for i in range(3):
         desk.finish(f"w{i}")
     assert desk.dispatcher.empty
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     desk.submit(write("late", 7))
     assert desk.started[-1] == "late"
 
@@ -495,28 +503,28 @@ def test_drain_rejects_new_tasks_finishes_the_admitted_and_resume_admits_again(d
 def test_shutdown_starts_nothing_more_and_fails_the_queue_with_a_result_each(desk: Desk) -> None:
     for i in range(4):
         desk.submit(write(f"w{i}", i))
-    desk.hear(ev.ShutdownRequested(desk.now))
+    desk.hear(desk.dispatcher.shut_down(desk.now))
     desk.finish("w0")
     assert desk.started == ["w0", "w1"]
-    desk.hear(ev.QueueAbandoned(desk.now))
+    desk.hear(desk.dispatcher.abandon_queue(desk.now))
     failed = [result for result in desk.answers.values() if result.status is Status.FAILED]
     assert [result.error and result.error.code for result in failed] == ["shutdown", "shutdown"]
     desk.finish("w1")
     assert desk.dispatcher.empty
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     assert desk.answers[desk.submit(write("late", 7))].status is Status.REJECTED
 
 
 def test_a_dead_rank_fails_the_queue_and_every_later_task_and_is_named(desk: Desk) -> None:
     desk.submit(write("running", 1))
     queued = desk.submit(read("queued", 1))
-    desk.hear(ev.RankFailed(1, "context lost", desk.now))
+    desk.hear(desk.dispatcher.rank_failed(desk.now, 1, "context lost"))
     desk.finish("running", moved=0, missing=(0,))
     later = desk.submit(write("later", 3))
     for seq in (queued, later):
         error = desk.answers[seq].error
         assert error == ErrorInfo("rank_died", "rank 1 died: context lost")
-    desk.hear(ev.RankLeft("running", 0, desk.now))
+    desk.hear(desk.dispatcher.rank_left(desk.now, "running", 0))
     assert desk.dispatcher.empty
 
 
@@ -526,7 +534,7 @@ CLEARED = ErrorInfo("cleared", "the cache was cleared")
 def test_without_memory_tasks_are_rejected_and_what_was_admitted_is_finished(desk: Desk) -> None:
     running = desk.submit(write("running", 1))
     queued = desk.submit(read("queued", 1))
-    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
     refused = desk.answers[desk.submit(write("late", 7))]
     assert (refused.status, refused.error) == (Status.REJECTED, CLEARED)
     assert not desk.dispatcher.admitting
@@ -535,9 +543,9 @@ def test_without_memory_tasks_are_rejected_and_what_was_admitted_is_finished(des
     desk.finish("queued")
     assert {desk.answers[seq].status for seq in (running, queued, joined)} == {Status.OK}, "joining goes on"
     assert desk.dispatcher.empty
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     assert not desk.dispatcher.admitting, "a resume brings no memory back"
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     desk.submit(write("late", 7))
     assert desk.started[-1] == "late"
 
@@ -546,7 +554,7 @@ def test_memory_that_goes_with_its_engine_fails_the_queue_and_stops_what_runs(de
     gone = ErrorInfo("engine_gone", "the engine has gone")
     running = desk.submit(write("running", 1))
     queued = desk.submit(read("queued", 1))
-    desk.hear(ev.CacheWithdrawn(gone, True, desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, gone, True))
     assert (desk.answers[queued].status, desk.answers[queued].error) == (Status.FAILED, gone)
     assert desk.stopped == [("running", Stop.CANCELLED)]
     desk.finish("running", moved=0)
@@ -556,8 +564,8 @@ def test_memory_that_goes_with_its_engine_fails_the_queue_and_stops_what_runs(de
 
 def test_a_task_that_was_cancelled_before_its_memory_went_is_cancelled(desk: Desk) -> None:
     running = desk.submit(write("running", 1))
-    desk.hear(ev.CancelRequested("running", desk.now))
-    desk.hear(ev.CacheWithdrawn(ErrorInfo("engine_gone", "the engine has gone"), True, desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "running"))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, ErrorInfo("engine_gone", "the engine has gone"), True))
     desk.finish("running", moved=0)
     assert desk.answers[running].status is Status.CANCELLED
 
@@ -568,9 +576,9 @@ def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> 
     desk.finish("before")
     again = desk.submit(write("before", 1))
     assert desk.answers[again] == desk.answers[first]
-    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
     desk.finish("during")
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     for task in (write("before", 1), write("during", 2)):
         refused = desk.answers[desk.submit(task)]
         assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "cache_gone")
@@ -579,20 +587,20 @@ def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> 
     assert conflict.error.code == "task_id_conflict"
 
 
-@pytest.mark.parametrize("against", [ev.DrainRequested, ev.ShutdownRequested])
-def test_memory_alone_does_not_admit(desk: Desk, against: type) -> None:
-    desk.hear(against(desk.now))
-    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
-    desk.hear(ev.CacheReady(desk.now))
+@pytest.mark.parametrize("against", [Dispatcher.drain, Dispatcher.shut_down])
+def test_memory_alone_does_not_admit(desk: Desk, against: Callable[[Dispatcher, float], list[do.Instruction]]) -> None:
+    desk.hear(against(desk.dispatcher, desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     error = desk.answers[desk.submit(write("late", 7))].error
     assert error is not None
     assert error.code == "draining"
 
 
 def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
-    desk.hear(ev.RankFailed(1, "context lost", desk.now))
-    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.rank_failed(desk.now, 1, "context lost"))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     assert not desk.dispatcher.alive
     error = desk.answers[desk.submit(write("late", 7))].error
     assert error is not None
@@ -600,11 +608,11 @@ def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
 
 
 def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
-    desk.hear(ev.PauseRequested(desk.now))
+    desk.hear(desk.dispatcher.pause(desk.now))
     old = desk.submit(write("old", 1))
-    desk.hear(ev.GenerationBumped("g2", desk.now))
+    desk.hear(desk.dispatcher.bump_generation(desk.now, "g2"))
     new = desk.submit(write("new", 2))
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     desk.finish("old")
     desk.finish("new")
     assert [desk.answers[seq].generation for seq in (old, new)] == ["g1", "g2"]
@@ -624,7 +632,6 @@ def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
         desk.submit(write(f"w{i}", 1, timeout=1e4))
         desk.finish(f"w{i}")
     assert len(desk.dispatcher._alarms) < 200
-    assert repr(desk.dispatcher) == "<Dispatcher queued=0 running=0 straggling=0>"
 
 
 def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
@@ -633,10 +640,10 @@ def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
     early = desk.answers[desk.submit(write("w", 1))]
     assert (early.status, early.error and early.error.code) == (Status.BUSY, "starting")
     assert early.retry_after is not None
-    desk.hear(ev.ResumeRequested(desk.now))
+    desk.hear(desk.dispatcher.resume(desk.now))
     assert not desk.dispatcher.admitting, "a resume brings no memory"
-    desk.hear(ev.CacheReady(desk.now))
-    desk.hear(ev.MappingsChanged((), {}, desk.now))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
+    desk.hear(desk.dispatcher.mappings_changed(desk.now, (), {}))
     desk.submit(write("w", 1))
     assert desk.started == ["w"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
-from tests.support.dispatch import limits
-from transferd.control import events as ev
+from tests.support.dispatch import limits, state_of
+from transferd.control import instructions as do
 from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, DispatchStatistics
 from transferd.control.gate import Hold
 from transferd.control.order import State
@@ -23,11 +23,11 @@ class Speaker:
     def __init__(self, **more: Any) -> None:
         self.dispatcher = Dispatcher(limits(**more), boot_id="boot", generation="g1")
 
-    def submit(self, task: Task, now: float = 0.0, client: bytes = CLIENT, seq: int = 1) -> list[ev.Instruction]:
-        return self.dispatcher.handle(ev.TaskSubmitted(client, seq, task, now))
+    def submit(self, task: Task, now: float = 0.0, client: bytes = CLIENT, seq: int = 1) -> list[do.Instruction]:
+        return self.dispatcher.submit(now, client, seq, task)
 
-    def merge(self, task_id: str, merged: Merged, now: float, *missing: int) -> list[ev.Instruction]:
-        return self.dispatcher.handle(ev.RoundMerged(task_id, merged, missing, now))
+    def merge(self, task_id: str, merged: Merged, now: float, *missing: int) -> list[do.Instruction]:
+        return self.dispatcher.round_merged(now, task_id, merged, missing)
 
 
 OK = Merged(Status.OK, [1], [RankResult(rank=0, status=Status.OK, blocks=1)], None, 100)
@@ -39,7 +39,7 @@ LATE = Merged(Status.EXPIRED, [], [], ErrorInfo("expired", "late"))
 
 def test_an_admitted_task_asks_to_be_woken_at_its_deadline_and_starts() -> None:
     said = Speaker().submit(write("w", 1, timeout=5.0), now=2.0)
-    assert said == [ev.WakeAt(7.0), ev.Start(write("w", 1, timeout=5.0), "g1", 2.0)]
+    assert said == [do.WakeAt(7.0), do.Start(write("w", 1, timeout=5.0), "g1", 2.0)]
 
 
 def test_a_result_goes_to_each_waiter_then_is_published_and_then_the_next_task_starts() -> None:
@@ -58,17 +58,17 @@ def test_a_result_goes_to_each_waiter_then_is_published_and_then_the_next_task_s
         boot_id="boot",
     )
     assert speaker.merge("w", OK, 4.5) == [
-        ev.Reply(CLIENT, 1, result),
-        ev.Reply(b"other", 9, result),
-        ev.Publish(write("w", 1), result),
-        ev.Start(read("r", 1), "g1", 3.0),
+        do.Reply(CLIENT, 1, result),
+        do.Reply(b"other", 9, result),
+        do.Publish(write("w", 1), result),
+        do.Start(read("r", 1), "g1", 3.0),
     ]
 
 
 def test_a_refusal_says_who_refused_why_and_when_to_ask_again() -> None:
-    speaker = Speaker(max_queued=0)
+    speaker = Speaker(max_queued_tasks=0)
     assert speaker.submit(write("w", 1), client=b"other", seq=9) == [
-        ev.Reply(
+        do.Reply(
             b"other",
             9,
             TaskResult(
@@ -84,18 +84,18 @@ def test_a_refusal_says_who_refused_why_and_when_to_ask_again() -> None:
 
 
 def test_a_lane_that_took_long_is_to_be_asked_again_later() -> None:
-    speaker = Speaker(max_bytes=1, lane_depth=1)
+    speaker = Speaker(max_inflight_bytes=1, lane_depth=1)
     speaker.submit(read("r", 1))
     speaker.merge("r", OK, 8.0)
     speaker.submit(read("s", 1))
     [reply] = speaker.submit(read("t", 2))
-    assert isinstance(reply, ev.Reply)
+    assert isinstance(reply, do.Reply)
     assert reply.result.retry_after == 8.0 / 4
 
 
 def test_a_refusal_that_is_final_has_no_retry_hint() -> None:
     desk = Desk()
-    desk.hear(ev.DrainRequested(desk.now))
+    desk.hear(desk.dispatcher.drain(desk.now))
     assert desk.answers[desk.submit(write("w", 1))].retry_after is None
 
 
@@ -108,55 +108,55 @@ def test_while_the_daemon_starts_a_task_is_to_be_asked_again_after_5_seconds() -
 def test_a_task_is_stopped_once_and_its_round_expires_once() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
-    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == [ev.StopTask("w", Stop.EXPIRED), ev.WakeAt(6.0)]
-    assert speaker.dispatcher.handle(ev.CancelRequested("w", 5.5)) == []
-    assert speaker.dispatcher.handle(ev.DeadlineReached(6.0)) == [ev.ExpireRound("w")]
-    assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
+    assert speaker.dispatcher.deadline_reached(5.0) == [do.StopTask("w", Stop.EXPIRED), do.WakeAt(6.0)]
+    assert speaker.dispatcher.cancel(5.5, "w") == []
+    assert speaker.dispatcher.deadline_reached(6.0) == [do.ExpireRound("w")]
+    assert speaker.dispatcher.deadline_reached(9.0) == []
 
 
 def test_a_wake_is_requested_only_if_it_is_sooner_than_the_pending_one() -> None:
     speaker = Speaker()
-    assert ev.WakeAt(9.0) in speaker.submit(write("a", 1, timeout=9.0))
-    assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("b", 2, timeout=20.0)))
-    assert not any(isinstance(said, ev.WakeAt) for said in speaker.submit(write("c", 3, timeout=9.0)))
-    assert ev.WakeAt(5.0) in speaker.submit(write("d", 4, timeout=5.0))
+    assert do.WakeAt(9.0) in speaker.submit(write("a", 1, timeout=9.0))
+    assert not any(isinstance(said, do.WakeAt) for said in speaker.submit(write("b", 2, timeout=20.0)))
+    assert not any(isinstance(said, do.WakeAt) for said in speaker.submit(write("c", 3, timeout=9.0)))
+    assert do.WakeAt(5.0) in speaker.submit(write("d", 4, timeout=5.0))
 
 
 def test_a_wake_that_will_come_for_a_task_that_has_ended_is_enough_for_a_later_one() -> None:
     speaker = Speaker()
     speaker.submit(write("a", 1, timeout=5.0))
     speaker.merge("a", OK, 1.0)
-    assert speaker.submit(write("b", 2, timeout=20.0), now=1.0) == [ev.Start(write("b", 2, timeout=20.0), "g1", 1.0)]
-    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == [ev.WakeAt(21.0)]
+    assert speaker.submit(write("b", 2, timeout=20.0), now=1.0) == [do.Start(write("b", 2, timeout=20.0), "g1", 1.0)]
+    assert speaker.dispatcher.deadline_reached(5.0) == [do.WakeAt(21.0)]
 
 
 def test_ranks_that_hold_on_are_left_behind_however_late_the_wake_comes() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
-    speaker.dispatcher.handle(ev.DeadlineReached(5.0))
-    assert speaker.dispatcher.handle(ev.DeadlineReached(6.5)) == [ev.ExpireRound("w")]
+    speaker.dispatcher.deadline_reached(5.0)
+    assert speaker.dispatcher.deadline_reached(6.5) == [do.ExpireRound("w")]
 
 
 def test_a_wake_that_comes_too_early_asks_for_the_next_one() -> None:
     speaker = Speaker()
     speaker.submit(write("a", 1, timeout=9.0))
-    assert speaker.dispatcher.handle(ev.DeadlineReached(4.0)) == [ev.WakeAt(9.0)]
+    assert speaker.dispatcher.deadline_reached(4.0) == [do.WakeAt(9.0)]
     later = write("b", 2, timeout=20.0)
-    assert speaker.submit(later, now=4.0) == [ev.Start(later, "g1", 4.0)], "the one that was asked for will do"
+    assert speaker.submit(later, now=4.0) == [do.Start(later, "g1", 4.0)], "the one that was asked for will do"
 
 
 def test_a_round_that_expired_after_a_cancel_does_not_expire_again_at_the_deadline() -> None:
     speaker = Speaker(deadline_slack=1.0)
     speaker.submit(write("w", 1, timeout=5.0))
-    speaker.dispatcher.handle(ev.CancelRequested("w", 1.0))
-    assert speaker.dispatcher.handle(ev.DeadlineReached(2.0)) == [ev.ExpireRound("w"), ev.WakeAt(5.0)]
-    assert speaker.dispatcher.handle(ev.DeadlineReached(5.0)) == []
+    speaker.dispatcher.cancel(1.0, "w")
+    assert speaker.dispatcher.deadline_reached(2.0) == [do.ExpireRound("w"), do.WakeAt(5.0)]
+    assert speaker.dispatcher.deadline_reached(5.0) == []
 
 
 def test_host_blocks_hold_nothing_once_their_pool_was_given_up() -> None:
     desk = Desk()
     desk.fill_host(3)
-    desk.hear(ev.HostEmptied(desk.now))
+    desk.hear(desk.dispatcher.host_emptied(desk.now))
     assert desk.answers[desk.submit(swap_in("i", [2], [3]))].status is Status.REJECTED
 
 
@@ -164,7 +164,7 @@ def test_no_wake_is_asked_for_when_nothing_is_left() -> None:
     speaker = Speaker()
     speaker.submit(write("w", 1, timeout=9.0))
     speaker.merge("w", OK, 1.0)
-    assert speaker.dispatcher.handle(ev.DeadlineReached(9.0)) == []
+    assert speaker.dispatcher.deadline_reached(9.0) == []
 
 
 def test_a_queued_task_says_whether_it_expired_or_was_cancelled() -> None:
@@ -173,7 +173,7 @@ def test_a_queued_task_says_whether_it_expired_or_was_cancelled() -> None:
     expired = desk.submit(write("expired", 1, timeout=1.0))
     cancelled = desk.submit(write("cancelled", 1))
     desk.pass_time(1.0)
-    desk.hear(ev.CancelRequested("cancelled", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "cancelled"))
     assert desk.answers[expired].error == ErrorInfo("expired", "deadline reached while queued")
     assert desk.answers[cancelled].error == ErrorInfo("cancelled", "cancelled while queued")
 
@@ -182,8 +182,8 @@ def test_a_queued_task_fails_with_shutdown_when_the_queue_is_abandoned() -> None
     desk = Desk()
     desk.submit(read("r", 1))
     queued = desk.submit(write("w", 1))
-    desk.hear(ev.ShutdownRequested(desk.now))
-    desk.hear(ev.QueueAbandoned(desk.now))
+    desk.hear(desk.dispatcher.shut_down(desk.now))
+    desk.hear(desk.dispatcher.abandon_queue(desk.now))
     assert desk.answers[queued].error == ErrorInfo("shutdown", "the daemon shut down before this task started")
 
 
@@ -196,7 +196,7 @@ def test_a_swap_in_of_a_host_block_that_holds_nothing_is_refused_before_it_waits
 def test_a_flush_needs_no_memory_that_an_engine_has_mapped() -> None:
     desk = Desk()
     desk.dispatcher = Dispatcher(limits(only_flush=True), admitting=False)
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
     desk.submit(write("flush", 1))
     assert desk.started == ["flush"]
 
@@ -222,7 +222,7 @@ def test_a_task_that_cannot_start_says_how_long_it_waited() -> None:
 
 
 def test_tasks_that_cannot_start_one_after_another_need_no_deep_stack() -> None:
-    desk = Desk(limits(max_queued=500, block_bytes=1))
+    desk = Desk(limits(max_queued_tasks=500, block_bytes=1))
     desk.submit(swap_out("o", [1], [3]))
     pushes = [desk.submit(swap_in(f"i{i}", [2], [3])) for i in range(300)]  # each waits for the one before it
     desk.finish("o", moved=0)
@@ -250,8 +250,8 @@ def test_a_push_of_a_task_whose_memory_went_says_whether_a_late_rank_is_at_its_b
     desk.pass_time(2.0)
     desk.pass_time(1.0)
     desk.finish("r", missing=(1,))
-    desk.hear(ev.CacheWithdrawn(CLEARED, False, desk.now))
-    desk.hear(ev.CacheReady(desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
 
     def pushed_again(task: ReadStorageTask) -> tuple[str, bool]:
         result = desk.answers[desk.submit(task)]
@@ -260,7 +260,7 @@ def test_a_push_of_a_task_whose_memory_went_says_whether_a_late_rank_is_at_its_b
 
     assert pushed_again(read("r", 1, timeout=2.0)) == ("cache_gone", False)
     assert pushed_again(read("r", 2, timeout=2.0)) == ("task_id_conflict", True), "of this one, no rank has a block"
-    desk.hear(ev.RankLeft("r", 1, desk.now))
+    desk.hear(desk.dispatcher.rank_left(desk.now, "r", 1))
     assert pushed_again(read("r", 1, timeout=2.0)) == ("cache_gone", True)
 
 
@@ -297,54 +297,54 @@ def test_a_merged_round_of_a_task_that_does_not_run_is_a_bug_with_its_story() ->
 def test_a_rank_that_leaves_a_task_that_has_no_stragglers_changes_nothing() -> None:
     speaker = Speaker()
     speaker.submit(write("w", 1))
-    assert speaker.dispatcher.handle(ev.RankLeft("w", 0, 1.0)) == []
-    assert speaker.dispatcher.state_of("w") is State.RUNNING
+    assert speaker.dispatcher.rank_left(1.0, "w", 0) == []
+    assert state_of(speaker.dispatcher, "w") is State.RUNNING
 
 
 def test_blocks_are_free_once_the_last_straggler_has_left() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1))
     speaker.submit(write("w", 1), now=1.0)
-    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
+    speaker.dispatcher.cancel(2.0, "r")
     speaker.merge("r", LATE, 3.0, 0, 1)
-    assert speaker.dispatcher.handle(ev.RankLeft("r", 0, 4.0)) == []
-    assert speaker.dispatcher.handle(ev.RankLeft("r", 1, 5.0)) == [ev.Start(write("w", 1), "g1", 1.0)]
+    assert speaker.dispatcher.rank_left(4.0, "r", 0) == []
+    assert speaker.dispatcher.rank_left(5.0, "r", 1) == [do.Start(write("w", 1), "g1", 1.0)]
 
 
 def test_a_straggler_frees_its_place_in_the_lane_at_once() -> None:
     speaker = Speaker(lane_depth=1)
     speaker.submit(read("r", 1))
     speaker.submit(read("next", 2), now=1.0)
-    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
-    assert ev.Start(read("next", 2), "g1", 1.0) in speaker.merge("r", LATE, 3.0, 0)
+    speaker.dispatcher.cancel(2.0, "r")
+    assert do.Start(read("next", 2), "g1", 1.0) in speaker.merge("r", LATE, 3.0, 0)
 
 
 def test_a_rank_that_dies_holds_no_blocks_any_more() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1))
-    speaker.dispatcher.handle(ev.CancelRequested("r", 2.0))
+    speaker.dispatcher.cancel(2.0, "r")
     speaker.merge("r", LATE, 3.0, 1)
     assert not speaker.dispatcher.empty
-    speaker.dispatcher.handle(ev.RankFailed(1, "gone", 4.0))
+    speaker.dispatcher.rank_failed(4.0, 1, "gone")
     assert speaker.dispatcher.empty
 
 
 def test_a_task_that_expired_by_itself_is_not_called_cancelled() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1, timeout=1.0))
-    speaker.dispatcher.handle(ev.DeadlineReached(1.0))
+    speaker.dispatcher.deadline_reached(1.0)
     [reply, *_] = speaker.merge("r", LATE, 2.0, 0)
-    assert isinstance(reply, ev.Reply)
+    assert isinstance(reply, do.Reply)
     assert reply.result.status is Status.EXPIRED
 
 
 def test_a_cancelled_task_that_failed_is_called_failed() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1))
-    speaker.dispatcher.handle(ev.CancelRequested("r", 1.0))
+    speaker.dispatcher.cancel(1.0, "r")
     failed = Merged(Status.FAILED, [], [], ErrorInfo("storage_error", "disk"))
     [reply, *_] = speaker.merge("r", failed, 2.0)
-    assert isinstance(reply, ev.Reply)
+    assert isinstance(reply, do.Reply)
     assert reply.result.status is Status.FAILED
 
 
@@ -353,43 +353,43 @@ def test_a_cancelled_task_that_failed_is_called_failed() -> None:
 
 def test_the_state_of_a_task_is_known_from_its_admission_until_its_result_is_forgotten() -> None:
     desk = Desk()
-    assert desk.dispatcher.state_of("w") is None
+    assert state_of(desk.dispatcher, "w") is None
     desk.submit(read("before", 1))
     desk.submit(write("w", 1))
-    assert desk.dispatcher.state_of("w") is State.QUEUED
+    assert state_of(desk.dispatcher, "w") is State.QUEUED
     desk.finish("before")
-    assert desk.dispatcher.state_of("w") is State.RUNNING
-    desk.hear(ev.CancelRequested("w", desk.now))
-    assert desk.dispatcher.state_of("w") is State.CANCELLING
+    assert state_of(desk.dispatcher, "w") is State.RUNNING
+    desk.hear(desk.dispatcher.cancel(desk.now, "w"))
+    assert state_of(desk.dispatcher, "w") is State.CANCELLING
     desk.finish("w", moved=0)
-    assert desk.dispatcher.state_of("w") is State.DONE
+    assert state_of(desk.dispatcher, "w") is State.DONE
     desk.pass_time(60.0)
     desk.submit(read("later", 2))
     desk.finish("later")
-    assert desk.dispatcher.state_of("w") is None
+    assert state_of(desk.dispatcher, "w") is None
 
 
 def test_a_task_that_a_rank_holds_on_to_is_done_even_when_no_result_is_kept() -> None:
     desk = Desk(limits(max_results=0))
     desk.submit(read("r", 1))
-    desk.hear(ev.CancelRequested("r", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r"))
     desk.finish("r", missing=(1,))
-    assert desk.dispatcher.state_of("r") is State.DONE
+    assert state_of(desk.dispatcher, "r") is State.DONE
 
 
 def test_tasks_are_listed_until_they_are_answered() -> None:
     desk = Desk()
     desk.submit(write("a", 1))
     desk.submit(write("b", 1))
-    assert [record.task_id for record in desk.dispatcher.admitted] == ["a", "b"]
+    assert [record.task_id for record in desk.dispatcher.records.values()] == ["a", "b"]
     desk.finish("a")
-    assert [record.task_id for record in desk.dispatcher.admitted] == ["b"]
+    assert [record.task_id for record in desk.dispatcher.records.values()] == ["b"]
 
 
 def test_no_task_leaves_its_law_of_states() -> None:
     desk = Desk()
     desk.submit(write("w", 1))
-    [record] = desk.dispatcher.admitted
+    [record] = desk.dispatcher.records.values()
     with pytest.raises(InvariantError, match=r"(?s)'w' cannot go from running to queued\n.*admitted.*started"):
         desk.dispatcher._move(record, State.QUEUED)
 
@@ -398,22 +398,22 @@ def test_ids_of_tasks_are_known_until_they_are_answered() -> None:
     desk = Desk()
     desk.submit(write("a", 1))
     desk.submit(write("b", 1))
-    assert [one.task_id for one in desk.dispatcher.admitted] == ["a", "b"]
+    assert [one.task_id for one in desk.dispatcher.records.values()] == ["a", "b"]
     desk.finish("a")
-    assert [one.task_id for one in desk.dispatcher.admitted] == ["b"]
+    assert [one.task_id for one in desk.dispatcher.records.values()] == ["b"]
 
 
 def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused() -> None:
     speaker = Speaker(lane_depth=1, block_bytes=10, ranks=2)
     speaker.submit(write("bad", 99))
     speaker.submit(read("left", 1))
-    speaker.dispatcher.handle(ev.CancelRequested("left", 0.0))
+    speaker.dispatcher.cancel(0.0, "left")
     speaker.merge("left", LATE, 1.0, 1)
     speaker.submit(write("done", 2))
     speaker.merge("done", OK, 1.0)
     speaker.submit(write("running", 3))
     speaker.submit(write("queued", 4, 5))
-    speaker.dispatcher.handle(ev.PauseRequested(7.0, b"a1", "a"))
+    speaker.dispatcher.pause(7.0, b"a1", "a")
     statistics = speaker.dispatcher.statistics()
     idle = {"queued": 0, "running": 0, "bytes": 0}
     assert statistics == DispatchStatistics(
@@ -435,7 +435,6 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
     )
     assert statistics.argument_bytes > 3 * 1600
     assert statistics.result_bytes > 2 * 550
-    assert repr(speaker.dispatcher) == "<Dispatcher queued=1 running=1 straggling=1>"
     with pytest.raises(AttributeError):
         statistics.queued = 0  # type: ignore[misc]
 
@@ -443,32 +442,32 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
 def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothing_waits_either() -> None:
     speaker = Speaker()
     dispatcher = speaker.dispatcher
-    dispatcher.handle(ev.PauseRequested(0.0))
+    dispatcher.pause(0.0)
     speaker.submit(read("r", 1))
     assert (dispatcher.quiet, dispatcher.empty) == (True, False)
-    dispatcher.handle(ev.ResumeRequested(0.0))
+    dispatcher.resume(0.0)
     assert (dispatcher.quiet, dispatcher.empty) == (False, False)
-    dispatcher.handle(ev.CancelRequested("r", 1.0))
+    dispatcher.cancel(1.0, "r")
     speaker.merge("r", LATE, 2.0, 0)
     assert (dispatcher.quiet, dispatcher.empty) == (False, False)
-    dispatcher.handle(ev.RankLeft("r", 0, 3.0))
+    dispatcher.rank_left(3.0, "r", 0)
     assert (dispatcher.quiet, dispatcher.empty) == (True, True)
 
 
 def test_a_dispatcher_says_whether_it_admits_and_whether_it_lives() -> None:
     dispatcher = Speaker().dispatcher
     assert (dispatcher.admitting, dispatcher.alive, dispatcher.next_alarm) == (True, True, math.inf)
-    dispatcher.handle(ev.DrainRequested(0.0))
+    dispatcher.drain(0.0)
     assert (dispatcher.admitting, dispatcher.alive) == (False, True)
-    dispatcher.handle(ev.ShutdownRequested(0.0))
+    dispatcher.shut_down(0.0)
     assert (dispatcher.admitting, dispatcher.alive) == (False, False)
 
 
 def test_a_generation_counts_for_what_is_refused_from_then_on() -> None:
     speaker = Speaker()
-    speaker.dispatcher.handle(ev.GenerationBumped("g2", 1.0))
+    speaker.dispatcher.bump_generation(1.0, "g2")
     [reply] = speaker.submit(write("bad", 99))
-    assert isinstance(reply, ev.Reply)
+    assert isinstance(reply, do.Reply)
     assert reply.result.generation == "g2"
 
 
@@ -480,7 +479,7 @@ def test_a_client_that_goes_takes_back_only_its_own_pushes() -> None:
     mine = desk.submit(write("shared", 1))
     desk.submit(write("shared", 1), client=b"gone")
     desk.submit(swap_out("other", [2], [2]))
-    desk.hear(ev.ClientGone(b"gone", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"gone"))
     assert desk.stopped == []
     desk.finish("shared")
     assert list(desk.answers) == [mine]
@@ -490,34 +489,34 @@ def test_a_client_that_goes_takes_back_each_of_its_pushes() -> None:
     desk = Desk()
     for i, client in enumerate([b"gone", b"stays", b"gone"]):
         desk.submit(read(f"r{i}", i), client=client)
-    desk.hear(ev.ClientGone(b"gone", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"gone"))
     assert desk.stopped == [("r0", Stop.CANCELLED)]
-    assert [one.task_id for one in desk.dispatcher.admitted] == ["r0", "r1"], "the third was still queued"
+    assert [one.task_id for one in desk.dispatcher.records.values()] == ["r0", "r1"], "the third was still queued"
 
 
 def test_an_abandoned_task_is_stopped_only_once() -> None:
     desk = Desk()
     desk.submit(write("w", 1), client=b"gone")
-    desk.hear(ev.ClientGone(b"gone", desk.now))
-    desk.hear(ev.ClientGone(b"another", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"gone"))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"another"))
     assert desk.stopped == [("w", Stop.CANCELLED)]
 
 
 def test_a_client_with_many_tasks_takes_them_back_in_steps_the_newest_first() -> None:
-    speaker, number = Speaker(max_queued=1024), 2 * AT_ONCE + 10
+    speaker, number = Speaker(max_queued_tasks=1024), 2 * AT_ONCE + 10
     speaker.submit(write("stays", 0), client=b"stays")
     for i in range(number):  # each waits for the one before it
         speaker.submit(swap_out(f"w{i}", [1], [1]), client=b"gone")
-    event, ended, steps = ev.ClientGone(b"gone", 1.0), list[str](), 0
-    said: list[ev.Instruction] = [ev.Again(event)]
-    while said and isinstance(said[-1], ev.Again):
+    ended, steps = list[str](), 0
+    said: list[do.Instruction] = [do.Again(b"gone")]
+    while said and isinstance(said[-1], do.Again):
         steps += 1
         assert speaker.dispatcher.waits(b"gone") == number - len(ended)
-        said = speaker.dispatcher.handle(said[-1].event)
-        ended += [one.task.task_id for one in said if isinstance(one, ev.Publish)]
-        assert not any(isinstance(one, ev.Start) for one in said), "none is started to be stopped"
+        said = speaker.dispatcher.client_gone(1.0, said[-1].client)
+        ended += [one.task.task_id for one in said if isinstance(one, do.Publish)]
+        assert not any(isinstance(one, do.Start) for one in said), "none is started to be stopped"
     assert steps == 3
     assert ended == [f"w{i}" for i in range(number - 1, 0, -1)], "the first one runs"
-    assert [one.task_id for one in said if isinstance(one, ev.StopTask)] == ["w0"]
-    assert [one.task_id for one in speaker.dispatcher.admitted] == ["stays", "w0"]
+    assert [one.task_id for one in said if isinstance(one, do.StopTask)] == ["w0"]
+    assert [one.task_id for one in speaker.dispatcher.records.values()] == ["stays", "w0"]
     assert speaker.dispatcher.waits(b"gone") == 0

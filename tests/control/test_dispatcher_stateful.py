@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.dispatch import check_dispatcher, limits
-from transferd.control import events as ev
+from tests.support.dispatch import check_dispatcher, limits, state_of
+from transferd.control import instructions as do
 from transferd.control.admission import ID_BYTES, KEY_BYTES, RESULT_BYTES, TASK_BYTES, argument_bytes
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import State
@@ -37,9 +37,9 @@ LIMITS = limits(
     device_blocks=6,
     host_blocks=6,
     block_bytes=10,
-    max_queued=6,
+    max_queued_tasks=6,
     max_queued_bytes=3 * TASK_BYTES + 8 * (KEY_BYTES + ID_BYTES),  # three to five tasks
-    max_bytes=400,
+    max_inflight_bytes=400,
     lane_depth=2,
     deadline_slack=1.0,
     result_ttl=30.0,
@@ -50,11 +50,12 @@ blocks = st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True)
 clients = st.sampled_from([b"a", b"b", b"c"])
 
 
-def touches(task: Task) -> tuple[set[object], set[object]]:
+def touches(task: Task) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """(reads, writes) as plain sets; storage reads before writes need no order, so they are left out of reads."""
     f = task.footprint()
-    reads: set[object] = {("d", i) for i in f.device_reads} | {("h", i) for i in f.host_reads}
-    writes: set[object] = {("d", i) for i in f.device_writes} | {("h", i) for i in f.host_writes}
+    reads, writes = (
+        {(place, i) for place in ("device", "host") for i in dict(uses).get(place, ())} for uses in (f.reads, f.writes)
+    )
     return reads, writes
 
 
@@ -76,7 +77,9 @@ class Held:
 def ordered_behind(task: Task, other: Task) -> bool:
     (reads, writes), (other_reads, other_writes) = touches(task), touches(other)
     a, b = task.footprint(), other.footprint()
-    stored = {*a.storage_reads, *a.storage_writes} & {*b.storage_writes}
+    stored = {*dict(a.reads).get("storage", ()), *dict(a.writes).get("storage", ())} & {
+        *dict(b.writes).get("storage", ())
+    }
     return bool(writes & (other_reads | other_writes) or reads & other_writes or stored)
 
 
@@ -101,45 +104,44 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.generation_of: dict[str, str] = {}
         self.wake_at: float | None = None
         self.dead = False
-        self.holds: set[tuple[bytes, type]] = set()
+        self.holds: set[tuple[bytes, str]] = set()
         self.unmapped: tuple[int, ...] = ()
         self.outdated: dict[bytes, tuple[int, ...]] = {}
         self.filled: set[int] = set()  # host blocks
 
     # --- carrying out instructions, checking each --------------------------------------------------
 
-    def hear(self, event: ev.Event) -> list[ev.Instruction]:
-        instructions = self.dispatcher.handle(event)
+    def hear(self, instructions: list[do.Instruction]) -> list[do.Instruction]:
         for instruction in instructions:  # before any of them is carried out, which may make the dispatcher hear more
-            if isinstance(instruction, ev.Publish):
+            if isinstance(instruction, do.Publish):
                 self.held[instruction.task.task_id].answered = True
                 self.keep(instruction.result)
         for instruction in instructions:
-            if isinstance(instruction, ev.Start):
+            if isinstance(instruction, do.Start):
                 self.check_start(instruction)
-            elif isinstance(instruction, ev.StopTask):
+            elif isinstance(instruction, do.StopTask):
                 assert instruction.task_id in self.holding
                 assert instruction.task_id not in self.told, "told to end once"
                 self.told[instruction.task_id] = instruction.reason
-            elif isinstance(instruction, ev.ExpireRound):
+            elif isinstance(instruction, do.ExpireRound):
                 self.expire_round(instruction.task_id)
-            elif isinstance(instruction, ev.Reply):
+            elif isinstance(instruction, do.Reply):
                 self.check_reply(instruction)
-            elif isinstance(instruction, ev.WakeAt):
+            elif isinstance(instruction, do.WakeAt):
                 self.wake_at = instruction.when
         self.let_go()
         return instructions
 
     def keep(self, result: TaskResult) -> None:
         nbytes = RESULT_BYTES + len(msgspec.msgpack.encode(result))
-        self.kept.append((result.task_id, nbytes, self.now + LIMITS.result_ttl))
+        self.kept.append((result.task_id, nbytes, self.now + LIMITS.server.result_ttl))
         self.forget()
 
     def forget(self) -> None:
         while self.kept and (
             self.kept[0][2] <= self.now
-            or len(self.kept) > LIMITS.max_results
-            or sum(nbytes for _, nbytes, _ in self.kept) > LIMITS.max_result_bytes
+            or len(self.kept) > LIMITS.server.max_results
+            or sum(nbytes for _, nbytes, _ in self.kept) > LIMITS.server.max_result_bytes
         ):
             self.kept.pop(0)
 
@@ -154,7 +156,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def held_bytes(self) -> int:
         return sum(held.nbytes for held in self.all_held)
 
-    def check_start(self, start: ev.Start) -> None:
+    def check_start(self, start: do.Start) -> None:
         task_id = start.task.task_id
         assert task_id not in self.started, "started once"
         assert not self.dead
@@ -169,7 +171,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.started.add(task_id)
         self.holding[task_id] = set(range(RANKS))
 
-    def check_reply(self, reply: ev.Reply) -> None:
+    def check_reply(self, reply: do.Reply) -> None:
         assert self.answered[reply.seq] == 0, "one terminal result per push"
         self.answered[reply.seq] += 1
         self.replies[reply.seq] = reply.result
@@ -199,7 +201,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         seq = self.number
         self.dispatcher._results.forget(self.now)  # it forgets lazily: at the next push, which is this one
         self.forget()
-        known = self.dispatcher.state_of(task.task_id)
+        known = state_of(self.dispatcher, task.task_id)
         self.waiting[seq] = (client, task.task_id)
         if known is None:
             self.tasks[task.task_id] = task
@@ -214,9 +216,9 @@ class DispatcherMachine(RuleBasedStateMachine):
             last = self.held.get(task.task_id)
             self.held[task.task_id] = fresh
             self.all_held.append(fresh)
-        self.hear(ev.TaskSubmitted(client, seq, task, self.now))
+        self.hear(self.dispatcher.submit(self.now, client, seq, task))
         if known is None and (self.unmapped or client in self.outdated):
-            assert self.dispatcher.state_of(task.task_id) is None, "it names memory that its engine does not see"
+            assert state_of(self.dispatcher, task.task_id) is None, "it names memory that its engine does not see"
         if known is not None:
             return
         refused = self.replies.get(seq)
@@ -229,13 +231,13 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert refused.error is not None
             if "admitted tasks hold" in refused.error.message:
                 assert before
-                assert before + nbytes > LIMITS.max_queued_bytes
+                assert before + nbytes > LIMITS.server.max_queued_bytes
         else:
-            assert not before or before + nbytes <= LIMITS.max_queued_bytes
+            assert not before or before + nbytes <= LIMITS.server.max_queued_bytes
 
     @initialize()
     def begin(self) -> None:
-        self.hear(ev.ResumeRequested(self.now))
+        self.hear(self.dispatcher.resume(self.now))
 
     @rule(
         client=clients, gpu=blocks, kind=st.sampled_from(["write", "read"]), timeout=st.sampled_from([1.0, 5.0, 60.0])
@@ -259,19 +261,19 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tasks)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        self.hear(ev.CancelRequested(data.draw(st.sampled_from(sorted(self.tasks))), self.now))
+        self.hear(self.dispatcher.cancel(self.now, data.draw(st.sampled_from(sorted(self.tasks)))))
 
     @rule(client=clients)
     def client_vanishes(self, client: bytes) -> None:
         self.waiting = {seq: who for seq, who in self.waiting.items() if who[0] != client}
         self.holds = {hold for hold in self.holds if hold[0] != client}
-        self.hear(ev.ClientGone(client, self.now))
+        self.hear(self.dispatcher.client_gone(self.now, client))
 
     # --- what ranks and time do --------------------------------------------------------------------
 
     def running(self) -> list[str]:
         states = (State.RUNNING, State.CANCELLING)
-        return sorted(t for t in self.holding if self.dispatcher.state_of(t) in states)
+        return sorted(t for t in self.holding if state_of(self.dispatcher, t) in states)
 
     @precondition(lambda self: self.running())
     @rule(data=st.data(), share=st.integers(0, 3), broken=st.booleans())
@@ -294,7 +296,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.filled.difference_update(task.cpu_block_ids)
             if len(merged.block_ids) == task.blocks:
                 self.filled.update(task.cpu_block_ids)
-        self.hear(ev.RoundMerged(task.task_id, merged, missing, self.now))
+        self.hear(self.dispatcher.round_merged(self.now, task.task_id, merged, missing))
 
     @precondition(lambda self: self.stragglers())
     @rule(data=st.data())
@@ -305,59 +307,60 @@ class DispatcherMachine(RuleBasedStateMachine):
         ranks.discard(rank)
         if not ranks:
             del self.holding[task_id]
-        self.hear(ev.RankLeft(task_id, rank, self.now))
+        self.hear(self.dispatcher.rank_left(self.now, task_id, rank))
 
     def stragglers(self) -> list[str]:
-        return sorted(t for t in self.holding if self.dispatcher.state_of(t) is State.DONE)
+        return sorted(t for t in self.holding if state_of(self.dispatcher, t) is State.DONE)
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 40.0]))
     def time_passes(self, seconds: float) -> None:
         until = self.now + seconds
         while self.wake_at is not None and self.wake_at <= until:
             self.now, self.wake_at = max(self.now, self.wake_at), None
-            self.hear(ev.DeadlineReached(self.now))
+            self.hear(self.dispatcher.deadline_reached(self.now))
         self.now = until
 
-    @rule(client=clients, event=st.sampled_from([ev.PauseRequested, ev.DrainRequested]))
-    def hold(self, client: bytes, event: type) -> None:
-        self.hear(event(self.now, client, client.hex()))
-        self.holds.add((client, event))
+    @rule(client=clients, what=st.sampled_from(["pause", "drain"]))
+    def hold(self, client: bytes, what: str) -> None:
+        hold = self.dispatcher.pause if what == "pause" else self.dispatcher.drain
+        self.hear(hold(self.now, client, client.hex()))
+        self.holds.add((client, what))
 
     @rule(client=clients)
     def resume(self, client: bytes) -> None:
         others = {hold for hold in self.holds if hold[0] != client}
         self.holds = others if others != self.holds else set()
-        self.hear(ev.ResumeRequested(self.now, client.hex()))
+        self.hear(self.dispatcher.resume(self.now, client.hex()))
 
     @rule(end=st.booleans())
     def memory_goes(self, end: bool) -> None:
-        self.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "no memory"), end, self.now))
+        self.hear(self.dispatcher.withdraw_cache(self.now, ErrorInfo("cleared", "no memory"), end))
         assert not self.dispatcher.admitting
 
     @rule(unmapped=st.sets(st.integers(0, RANKS - 1)), outdated=st.sets(clients))
     def mappings_change(self, unmapped: set[int], outdated: set[bytes]) -> None:
         self.unmapped, self.outdated = tuple(sorted(unmapped)), dict.fromkeys(outdated, (0,))
-        self.hear(ev.MappingsChanged(self.unmapped, self.outdated, self.now))
+        self.hear(self.dispatcher.mappings_changed(self.now, self.unmapped, self.outdated))
 
     @rule()
     def engines_attach(self) -> None:
         self.unmapped, self.outdated = (), {}
-        self.hear(ev.MappingsChanged((), {}, self.now))
+        self.hear(self.dispatcher.mappings_changed(self.now, (), {}))
 
     @precondition(lambda self: self.dispatcher.empty)
     @rule()
     def host_is_emptied(self) -> None:
         self.filled.clear()
-        self.hear(ev.HostEmptied(self.now))
+        self.hear(self.dispatcher.host_emptied(self.now))
 
     @precondition(lambda self: self.dispatcher.empty)
     @rule()
     def memory_comes(self) -> None:
-        self.hear(ev.CacheReady(self.now))
+        self.hear(self.dispatcher.cache_ready(self.now))
 
     @rule(generation=st.sampled_from(["1", "2"]))
     def bump(self, generation: str) -> None:
-        self.hear(ev.GenerationBumped(generation, self.now))
+        self.hear(self.dispatcher.bump_generation(self.now, generation))
 
     # --- what must always hold ---------------------------------------------------------------------
 
@@ -368,8 +371,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def pauses_and_drains_are_the_clients_that_hold_them(self) -> None:
         statistics = self.dispatcher.statistics()
-        assert statistics.paused == any(event is ev.PauseRequested for _, event in self.holds)
-        assert statistics.draining == any(event is ev.DrainRequested for _, event in self.holds)
+        assert statistics.paused == any(what == "pause" for _, what in self.holds)
+        assert statistics.draining == any(what == "drain" for _, what in self.holds)
         assert len(statistics.held) == len(self.holds)
 
     @invariant()
@@ -382,11 +385,11 @@ class DispatcherMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:
         for client, task_id in self.waiting.values():
-            assert self.now <= self.deadline[task_id] + LIMITS.deadline_slack + 1e-9, (client, task_id)
+            assert self.now <= self.deadline[task_id] + LIMITS.server.deadline_slack + 1e-9, (client, task_id)
 
     def teardown(self) -> None:
         """Faults stop; everything ends."""
-        self.hear(ev.ResumeRequested(self.now, "an operator"))
+        self.hear(self.dispatcher.resume(self.now, "an operator"))
         for _ in range(10_000):
             if self.running():
                 task_id = self.running()[0]
@@ -396,7 +399,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             elif self.stragglers():
                 task_id = self.stragglers()[0]
                 for rank in sorted(self.holding.pop(task_id)):
-                    self.hear(ev.RankLeft(task_id, rank, self.now))
+                    self.hear(self.dispatcher.rank_left(self.now, task_id, rank))
             else:
                 break
         assert self.dispatcher.empty

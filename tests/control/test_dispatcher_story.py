@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.control.test_dispatcher import CLIENT, LIMITS, Desk, read, write
-from transferd.control import events as ev
 from transferd.control.dispatcher import Dispatcher
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import ErrorInfo
@@ -65,7 +64,7 @@ def test_a_task_that_waits_says_for_how_many_and_for_whom_last(desk: Desk, recor
 def test_a_task_cancelled_while_queued_has_no_note_that_its_blocks_are_free(desk: Desk, recorder: Recorder) -> None:
     desk.submit(read("a", 1))
     desk.submit(write("w", 1))
-    desk.hear(ev.CancelRequested("w", desk.now))
+    desk.hear(desk.dispatcher.cancel(desk.now, "w"))
     desk.finish("a")
     assert recorded(recorder, "w")[2:] == [
         "waits tasks=1",
@@ -79,8 +78,8 @@ def test_the_story_of_a_straggling_task_has_its_stop_and_the_late_ranks(desk: De
     desk.pass_time(2.0)
     desk.pass_time(1.0)
     desk.finish("r", missing=(0, 1))
-    desk.hear(ev.RankLeft("r", 0, desk.now))
-    desk.hear(ev.RankLeft("r", 1, desk.now))
+    desk.hear(desk.dispatcher.rank_left(desk.now, "r", 0))
+    desk.hear(desk.dispatcher.rank_left(desk.now, "r", 1))
     assert recorded(recorder, "r")[3:] == [
         "stopping reason=expired",
         "slack used up",
@@ -94,8 +93,8 @@ def test_the_story_of_a_straggling_task_has_its_stop_and_the_late_ranks(desk: De
 def test_a_task_that_nobody_waits_for_names_the_client_that_went_last(desk: Desk, recorder: Recorder) -> None:
     desk.submit(write("w", 1))
     desk.submit(write("w", 1), client=b"other")
-    desk.hear(ev.ClientGone(CLIENT, desk.now))
-    desk.hear(ev.ClientGone(b"other", desk.now))
+    desk.hear(desk.dispatcher.client_gone(desk.now, CLIENT))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"other"))
     assert recorded(recorder, "w")[3:] == [
         "joined client=b'other'",
         "no client waits client=b'other'",
@@ -123,15 +122,15 @@ def test_a_refusal_is_recorded_with_its_code(desk: Desk, recorder: Recorder) -> 
 
 
 def test_control_requests_are_recorded(desk: Desk, recorder: Recorder) -> None:
-    desk.hear(ev.PauseRequested(desk.now, b"a1", "a"))
-    desk.hear(ev.DrainRequested(desk.now, b"b1", "b"))
-    desk.hear(ev.ClientGone(b"b1", desk.now))
-    desk.hear(ev.ResumeRequested(desk.now, "a"))
-    desk.hear(ev.GenerationBumped("g2", desk.now))
-    desk.hear(ev.CacheWithdrawn(ErrorInfo("cleared", "the cache was cleared"), False, desk.now))
-    desk.hear(ev.CacheReady(desk.now))
-    desk.hear(ev.RankFailed(1, "context lost", desk.now))
-    desk.hear(ev.ShutdownRequested(desk.now))
+    desk.hear(desk.dispatcher.pause(desk.now, b"a1", "a"))
+    desk.hear(desk.dispatcher.drain(desk.now, b"b1", "b"))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"b1"))
+    desk.hear(desk.dispatcher.resume(desk.now, "a"))
+    desk.hear(desk.dispatcher.bump_generation(desk.now, "g2"))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, ErrorInfo("cleared", "the cache was cleared"), False))
+    desk.hear(desk.dispatcher.cache_ready(desk.now))
+    desk.hear(desk.dispatcher.rank_failed(desk.now, 1, "context lost"))
+    desk.hear(desk.dispatcher.shut_down(desk.now))
     assert recorded(recorder) == [
         "pause holder=a",
         "drain holder=b",
@@ -149,8 +148,8 @@ def test_texts_from_outside_are_cut_in_the_story_and_whole_in_the_answer(desk: D
     long = "x" * (LONGEST_TEXT + 1)
     desk.submit(write("w", 1))
     queued = desk.submit(read("r", 1))
-    desk.hear(ev.CacheWithdrawn(ErrorInfo("gone", long), False, desk.now))
-    desk.hear(ev.RankFailed(1, long, desk.now))
+    desk.hear(desk.dispatcher.withdraw_cache(desk.now, ErrorInfo("gone", long), False))
+    desk.hear(desk.dispatcher.rank_failed(desk.now, 1, long))
     assert recorded(recorder) == [
         f"cache withdrawn problem={long[:-1]}",
         f"rank died rank=1 cause={long[:-1]}",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from tests.support.dispatch import limits
-from transferd.control import events as ev
-from transferd.control.admission import Prepared, prepare
+from tests.support.dispatch import limits, record_of
+from transferd.control import instructions as do
+from transferd.control.admission import argument_bytes
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
+from transferd.control.order import TaskState
 from transferd.tasks import Lane, Status, WriteStorageTask
 
 
@@ -30,12 +32,11 @@ def write(task_id: str, block: int = 0) -> WriteStorageTask:
     return WriteStorageTask(task_id=task_id, keys=[task_id], gpu_block_ids=[block])
 
 
-def prepared(nbytes: int = 10, arguments: int = 10) -> Prepared:
-    task = write("w")
-    return Prepared(task, task.lane, 1, nbytes, arguments, task.footprint(), 0, flush=False)
+def prepared(**more: Any) -> TaskState:
+    return record_of(write("w"), **{"nbytes": 10, "arguments": 10} | more)
 
 
-def code(total: Total, asks: Held, task: Prepared | None = None) -> str:
+def code(total: Total, asks: Held, task: TaskState | None = None) -> str:
     refusal = total.refusal(asks, task or prepared())
     return "" if refusal is None else refusal.code
 
@@ -85,9 +86,7 @@ def test_a_task_larger_than_a_bound_is_admitted_alone() -> None:
 
 def test_bytes_count_by_lane() -> None:
     flood = Held(write_bytes=10**6)
-    task = prepared()
-    other_lane = Prepared(task.task, Lane.READ, 1, 10, 10, task.footprint, 0, flush=False)
-    assert code(total(flood, Held()), flood, other_lane) == ""
+    assert code(total(flood, Held()), flood, prepared(lane=Lane.READ)) == ""
 
 
 def test_the_refusal_says_how_much_all_hold_and_how_much_the_asker() -> None:
@@ -102,22 +101,22 @@ def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
     flooded, other = (Dispatcher(limits(), total=shared) for _ in range(2))
     shared.engines += [flooded, other]
     for engine in (flooded, other):
-        engine.handle(ev.PauseRequested(0.0))
+        engine.pause(0.0)
     answers = []
     for number in range(10):
-        answers += flooded.handle(ev.TaskSubmitted(b"c", number, write(f"t{number}", number), 0.0))
-    busy = [a.result for a in answers if isinstance(a, ev.Reply) and a.result.status is Status.BUSY]
+        answers += flooded.submit(0.0, b"c", number, write(f"t{number}", number))
+    busy = [a.result for a in answers if isinstance(a, do.Reply) and a.result.status is Status.BUSY]
     assert [(result.error.code, result.task_id) for result in busy if result.error] == [
         ("queue_full", "t8"),
         ("queue_full", "t9"),
     ]
     assert all(result.retry_after for result in busy)
-    assert (flooded.queued, len(list(flooded.admitted))) == (8, 8)
-    assert flooded.argument_bytes == sum(prepare(write(f"t{n}", n), limits()).arguments for n in range(8))
+    assert (flooded.queued, len(list(flooded.records.values()))) == (8, 8)
+    assert flooded.argument_bytes == sum(argument_bytes(write(f"t{n}", n)) for n in range(8))
     assert flooded.bytes_under_way(Lane.WRITE) == 8 * 2 * 4096
     assert flooded.bytes_under_way(Lane.READ) == 0
     for number in range(6):
-        other.handle(ev.TaskSubmitted(b"d", number, write(f"o{number}", number), 0.0))
+        other.submit(0.0, b"d", number, write(f"o{number}", number))
     assert other.queued == 4, "an equal share, past the bound of all"
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.dispatch import touching
 from transferd.control.order import Claim, HazardTable
 from transferd.tasks import Footprint
 
+PLACES = ("device", "host", "storage", "paths")
 
-def enter(table: HazardTable, name: str, **footprint: object) -> Claim:
-    return table.enter(name, Footprint(**footprint))  # type: ignore[arg-type]
+
+def enter(table: HazardTable, name: str, **footprint: Sequence[object]) -> Claim:
+    return table.enter(name, touching(**footprint))
 
 
 def test_readers_of_one_block_overlap() -> None:
@@ -119,9 +124,9 @@ def test_a_claim_has_its_owner() -> None:
 
 def test_bytes_count_from_entry_until_the_claim_has_really_left() -> None:
     table = HazardTable()
-    running = table.enter("running", Footprint(device_writes=[1]), 300)
-    queued = table.enter("queued", Footprint(device_writes=[1]), 20)
-    table.enter("weightless", Footprint(device_writes=[2]))
+    running = table.enter("running", touching(device_writes=[1]), 300)
+    queued = table.enter("queued", touching(device_writes=[1]), 20)
+    table.enter("weightless", touching(device_writes=[2]))
     assert table.nbytes == 320
     table.leave(queued)
     assert table.nbytes == 320, "an abandoned claim still has its place"
@@ -139,7 +144,7 @@ def test_the_last_writer_of_a_host_block_is_known_until_it_has_left() -> None:
     assert table.host_writer(1) is None
 
 
-@pytest.mark.parametrize("uses", Footprint.__struct_fields__)
+@pytest.mark.parametrize("uses", [f"{place}_{use}" for place in PLACES for use in ("reads", "writes")])
 def test_a_table_is_idle_only_while_nothing_is_claimed_in_any_tier(uses: str) -> None:
     table = HazardTable()
     assert table.idle
@@ -151,10 +156,10 @@ def test_a_table_is_idle_only_while_nothing_is_claimed_in_any_tier(uses: str) ->
     assert len(table) == 0
 
 
-@pytest.mark.parametrize("left", ["_device", "_host", "_storage", "_paths"])
+@pytest.mark.parametrize("left", PLACES)
 def test_a_table_in_which_a_block_was_forgotten_is_not_idle(left: str) -> None:
     table = HazardTable()
-    getattr(table, left)["x"] = object()
+    table._uses[left]["x"] = object()  # type: ignore[assignment]
     assert not table.idle
 
 
@@ -173,18 +178,18 @@ def test_a_write_waits_for_a_write_of_the_same_block(tier: str) -> None:
 
 def test_a_flush_of_some_blocks_of_a_path_waits_for_one_of_all_of_them_and_the_other_way_round() -> None:
     table = HazardTable()
-    some = enter(table, "some", paths_read=["p"])
-    assert enter(table, "some more", paths_read=["p"]).ready
-    whole = enter(table, "all", paths_written=["p"])
+    some = enter(table, "some", paths_reads=["p"])
+    assert enter(table, "some more", paths_reads=["p"]).ready
+    whole = enter(table, "all", paths_writes=["p"])
     assert not whole.ready
-    assert not enter(table, "later", paths_read=["p"]).ready
-    assert enter(table, "another path", paths_written=["q"]).ready
+    assert not enter(table, "later", paths_reads=["p"]).ready
+    assert enter(table, "another path", paths_writes=["q"]).ready
     assert some.ready
 
 
 ids = st.lists(st.integers(0, 4), max_size=3)
 footprints = st.builds(
-    Footprint,
+    touching,
     device_reads=ids,
     device_writes=ids,
     host_reads=ids,
@@ -197,11 +202,14 @@ footprints = st.builds(
 def conflict(earlier: Footprint, later: Footprint) -> bool:
     """The rule itself, written a second time and as naively as possible."""
     for tier in ("device", "host"):
-        a_reads, a_writes = set(getattr(earlier, f"{tier}_reads")), set(getattr(earlier, f"{tier}_writes"))
-        b_reads, b_writes = set(getattr(later, f"{tier}_reads")), set(getattr(later, f"{tier}_writes"))
+        a_reads, a_writes = set(dict(earlier.reads).get(tier, ())), set(dict(earlier.writes).get(tier, ()))
+        b_reads, b_writes = set(dict(later.reads).get(tier, ())), set(dict(later.writes).get(tier, ()))
         if a_writes & (b_reads | b_writes) or a_reads & b_writes:
             return True
-    return bool(set(earlier.storage_writes) & (set(later.storage_reads) | set(later.storage_writes)))
+    return bool(
+        set(dict(earlier.writes).get("storage", ()))
+        & {*dict(later.reads).get("storage", ()), *dict(later.writes).get("storage", ())}
+    )
 
 
 @given(st.lists(footprints, max_size=12), st.randoms(use_true_random=False), st.data())

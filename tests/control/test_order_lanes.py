@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.dispatch import limits, record_of
-from transferd.control.admission import Prepared
 from transferd.control.order import RETRY_AFTER_S, Lanes, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
-LIMITS = limits(max_queued=4, max_queued_bytes=1000, max_bytes=2000, lane_depth=2)
+LIMITS = limits(max_queued_tasks=4, max_queued_bytes=1000, max_inflight_bytes=2000, lane_depth=2).server
 
 
 def read(task_id: str) -> ReadStorageTask:
@@ -47,19 +46,15 @@ def answer(lanes: Lanes, record: TaskState) -> None:
     lanes.leave(record)
 
 
-def prepared(task: Task, nbytes: int = 0, arguments: int = 0, *, flush: bool = False) -> Prepared:
-    return Prepared(task, task.lane, task.blocks, nbytes, arguments, task.footprint(), 0, flush)
-
-
 def refusal(
     lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0, *, flush: bool = False
 ) -> ErrorInfo | None:
-    busy = lanes.too_much(prepared(task, nbytes, arguments, flush=flush), held)
+    busy = lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush), held)
     return None if busy is None else busy[0]
 
 
 def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
-    busy = lanes.too_much(prepared(task, nbytes), 0)
+    busy = lanes.too_much(record_of(task, nbytes=nbytes), 0)
     assert busy is not None
     return busy[1]
 
@@ -102,7 +97,7 @@ def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and
 
 
 def test_a_cancelling_task_keeps_its_place_until_it_is_done() -> None:
-    lanes = Lanes(limits(lane_depth=1))
+    lanes = Lanes(limits(lane_depth=1).server)
     record = admit(lanes, read("a"))
     admit(lanes, read("b"))
     start(lanes)
@@ -148,7 +143,7 @@ def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> N
 
 
 def test_running_tasks_do_not_count_as_queued() -> None:
-    lanes = Lanes(limits(max_queued=1, lane_depth=2))
+    lanes = Lanes(limits(max_queued_tasks=1, lane_depth=2).server)
     admit(lanes, read("a"))
     start(lanes)
     assert refusal(lanes, read("b")) is None
@@ -156,7 +151,7 @@ def test_running_tasks_do_not_count_as_queued() -> None:
 
 @pytest.mark.parametrize(("bound", "allowed"), [(4, 2), (5, 3)])
 def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: int) -> None:
-    lanes = Lanes(limits(only_flush=True, max_queued=bound, lane_depth=1))
+    lanes = Lanes(limits(only_flush=True, max_queued_tasks=bound, lane_depth=1).server)
     admit(lanes, write("running"))
     start(lanes)
     for i in range(allowed):
@@ -203,7 +198,7 @@ def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_lar
 
 def loaded(waiting: int, *, seconds: float | None) -> Lanes:
     """Two reads at work, others that wait, and a read that took so many seconds before."""
-    lanes = Lanes(limits(max_queued=99, max_bytes=1, lane_depth=2))
+    lanes = Lanes(limits(max_queued_tasks=99, max_inflight_bytes=1, lane_depth=2).server)
     if seconds is not None:
         lanes.spent(record_of(read("before"), admitted_at=100.0), 100.0 + seconds)
     for i in range(2 + waiting):
@@ -242,16 +237,18 @@ def test_each_lane_has_an_average_of_its_own() -> None:
 
 
 def test_every_refusal_says_when_to_ask_again() -> None:
-    lanes = Lanes(limits(only_flush=True, max_queued=4, max_queued_bytes=10, max_bytes=1, lane_depth=1))
+    lanes = Lanes(
+        limits(only_flush=True, max_queued_tasks=4, max_queued_bytes=10, max_inflight_bytes=1, lane_depth=1).server
+    )
     for lane_task in (read("x"), write("x")):
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
-    flush = lanes.too_much(prepared(write("w"), flush=True), 0)
-    arguments = lanes.too_much(prepared(read("r"), arguments=10), 1)
+    flush = lanes.too_much(record_of(write("w"), flush=True), 0)
+    arguments = lanes.too_much(record_of(read("r"), arguments=10), 1)
     for i in range(2):
         admit(lanes, read(f"r{i}"), ready=False)
-    full = lanes.too_much(prepared(read("r")), 0)
+    full = lanes.too_much(record_of(read("r")), 0)
     assert flush is not None
     assert arguments is not None
     assert full is not None

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from tests.control.test_dispatcher import LIMITS, Desk
+from tests.support.dispatch import limits_but
 from transferd.control.admission import check_task, content_hash
 from transferd.errors import RequestError
 from transferd.tasks import RankOutcome, ReadStorageTask, Status, WriteStorageTask
 
 BLOCK = 4
 TOKENS = dataclasses.replace(LIMITS, token_block=BLOCK)
-FLUSH = dataclasses.replace(TOKENS, only_flush=True, lane_depth=4, max_queued=10)
+FLUSH = limits_but(TOKENS, only_flush=True, lane_depth=4, max_queued_tasks=10)
 PATH = list(range(10 * BLOCK))
 
 
@@ -103,18 +104,18 @@ def test_flushes_count_no_bytes() -> None:
     desk = Desk(FLUSH)
     for i in range(8):  # 8 blocks of 100 bytes on 2 ranks each: far beyond max_bytes, were they moved
         desk.submit(write(*(f"{i}-{n}" for n in range(8)), task_id=f"w{i}"))
-    assert len(desk.started) == FLUSH.lane_depth
+    assert len(desk.started) == FLUSH.server.lane_depth
     assert desk.answers == {}
 
 
 def test_flushes_that_hang_take_half_of_the_queue_and_leave_the_rest_to_others() -> None:
     desk = Desk(FLUSH)
-    for i in range(FLUSH.lane_depth + FLUSH.max_queued // 2):
+    for i in range(FLUSH.server.lane_depth + FLUSH.server.max_queued_tasks // 2):
         desk.submit(write(f"{i}", task_id=f"w{i}", ids=[]))
     assert desk.answers == {}
     refused = desk.answers[desk.submit(write("one more", task_id="one more", ids=[]))]
     assert (refused.status, refused.error and refused.error.code) == (Status.BUSY, "queue_full")
-    for i in range(FLUSH.max_queued // 2):  # the first runs, the others wait for its block
+    for i in range(FLUSH.server.max_queued_tasks // 2):  # the first runs, the others wait for its block
         waiting = desk.submit(read(f"r{i}", task_id=f"r{i}"))
         assert waiting not in desk.answers
     desk.finish("w0")

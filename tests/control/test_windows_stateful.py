@@ -6,6 +6,7 @@ every earlier task with bytes of its own has lost its place. A task must run exa
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from dataclasses import dataclass
 
@@ -13,15 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.dispatch import check_dispatcher, limits
-from transferd.control import events as ev
+from tests.support.dispatch import check_dispatcher, limits, state_of
+from transferd.control import instructions as do
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import AT_WORK, Claim, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, ReadStorageTask, Stop, Task, WriteStorageTask
 
 WINDOWS = 8
-LIMITS = limits(ranks=1, device_blocks=WINDOWS, host_blocks=0, lane_depth=1000, max_queued=1000, deadline_slack=1.0)
+LIMITS = limits(
+    ranks=1, device_blocks=WINDOWS, host_blocks=0, lane_depth=1000, max_queued_tasks=1000, deadline_slack=1.0
+)
 # Sizes below, at and above the stride; memory comes again with the other grid. The third engine has a memory more.
 GRIDS: list[list[tuple[WindowGrid, ...]]] = [
     [(WindowGrid("arena", 0, 2, 7),), (WindowGrid("arena", 5, 3, 3),)],
@@ -60,26 +63,26 @@ class WindowsMachine(RuleBasedStateMachine):
         self.ranges: ByteRanges[Claim] = ByteRanges()
         self.dispatchers = [Dispatcher(LIMITS, ranges=self.ranges, admitting=False) for _ in GRIDS]
         for engine, dispatcher in enumerate(self.dispatchers):
-            dispatcher.notified_by(lambda claim, engine=engine: self.free(engine, claim))  # type: ignore[misc]
+            dispatcher.hazards.notify = functools.partial(self.free, engine)
         self.grids = [choices[0] for choices in GRIDS]
         self.there = [True for _ in GRIDS]
         self.paused = [False for _ in GRIDS]
         self.wake_at: list[float | None] = [None for _ in GRIDS]
         self.places: dict[str, Place] = {}
-        self.todo: deque[tuple[int, ev.Instruction]] = deque()
+        self.todo: deque[tuple[int, do.Instruction]] = deque()
         self.now, self.count = 0.0, 0
         self.carrying_out = False
 
     @initialize()
     def begin(self) -> None:
         for engine in range(len(GRIDS)):
-            self.hear(engine, ev.CacheReady(self.now, self.grids[engine]))
-            self.hear(engine, ev.MappingsChanged((), {}, self.now))
+            self.hear(engine, self.dispatchers[engine].cache_ready(self.now, self.grids[engine]))
+            self.hear(engine, self.dispatchers[engine].mappings_changed(self.now, (), {}))
 
     # --- as a coordinator does ---------------------------------------------------------------------
 
-    def hear(self, engine: int, event: ev.Event) -> None:
-        self.todo += [(engine, instruction) for instruction in self.dispatchers[engine].handle(event)]
+    def hear(self, engine: int, instructions: list[do.Instruction]) -> None:
+        self.todo += [(engine, instruction) for instruction in instructions]
         if self.carrying_out:
             return
         self.carrying_out = True
@@ -90,29 +93,34 @@ class WindowsMachine(RuleBasedStateMachine):
             place.gone = place.answered and not place.touched and all(other.gone for other in place.behind)
         self.places = {task_id: place for task_id, place in self.places.items() if not place.gone}
 
-    def carry_out(self, engine: int, instruction: ev.Instruction) -> None:
-        if isinstance(instruction, ev.Start):
+    def carry_out(self, engine: int, instruction: do.Instruction) -> None:
+        if isinstance(instruction, do.Start):
             place = self.places[instruction.task.task_id]
             assert place.engine == engine
             for other in self.places.values():
                 if other is not place and other.touched:
                     assert not place.conflicts(other), (place.task, other.task)
             place.touched = True
-        elif isinstance(instruction, ev.Publish):
+        elif isinstance(instruction, do.Publish):
             self.places[instruction.task.task_id].answered = True
-        elif isinstance(instruction, ev.ExpireRound):
+        elif isinstance(instruction, do.ExpireRound):
             place = self.places[instruction.task_id]
             late = RankOutcome(0, error=ErrorInfo("expired", "late"), stop=Stop.EXPIRED)
-            self.hear(engine, ev.RoundMerged(instruction.task_id, place.task.merge([late]), (0,), self.now, False))
-        elif isinstance(instruction, ev.WakeAt):
+            self.hear(
+                engine,
+                self.dispatchers[engine].round_merged(
+                    self.now, instruction.task_id, place.task.merge([late]), (0,), False
+                ),
+            )
+        elif isinstance(instruction, do.WakeAt):
             self.wake_at[engine] = instruction.when
-        elif isinstance(instruction, ev.Unblock):
+        elif isinstance(instruction, do.Unblock):
             assert instruction.claim.table.notify is not None
             instruction.claim.table.notify(instruction.claim)
 
     def free(self, engine: int, claim: Claim) -> None:
         assert isinstance(claim.owner, TaskState)
-        self.hear(engine, ev.BytesFree(claim.owner.task_id, self.now))
+        self.hear(engine, self.dispatchers[engine].bytes_free(self.now, claim.owner.task_id))
 
     # --- what engines do ---------------------------------------------------------------------------
 
@@ -131,12 +139,12 @@ class WindowsMachine(RuleBasedStateMachine):
             self.hear_refusal(engine, task)
             del self.places[task_id]
         else:
-            self.hear(engine, ev.TaskSubmitted(b"c", self.count, task, self.now))
+            self.hear(engine, self.dispatchers[engine].submit(self.now, b"c", self.count, task))
 
     def hear_refusal(self, engine: int, task: Task) -> None:
-        instructions = self.dispatchers[engine].handle(ev.TaskSubmitted(b"c", self.count, task, self.now))
-        assert [type(instruction) for instruction in instructions] == [ev.Reply]
-        assert isinstance(instructions[0], ev.Reply)
+        instructions = self.dispatchers[engine].submit(self.now, b"c", self.count, task)
+        assert [type(instruction) for instruction in instructions] == [do.Reply]
+        assert isinstance(instructions[0], do.Reply)
         error = instructions[0].result.error
         assert error is not None
         assert error.code == ("duplicate_id" if self.there[engine] else "cleared")
@@ -145,24 +153,26 @@ class WindowsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         place = self.places[data.draw(st.sampled_from(sorted(self.places)))]
-        self.hear(place.engine, ev.CancelRequested(place.task.task_id, self.now))
+        self.hear(place.engine, self.dispatchers[place.engine].cancel(self.now, place.task.task_id))
 
     @rule(engine=engines)
     def pause_or_resume(self, engine: int) -> None:
         self.paused[engine] = not self.paused[engine]
-        event = ev.PauseRequested if self.paused[engine] else ev.ResumeRequested
-        self.hear(engine, event(self.now))
+        dispatcher = self.dispatchers[engine]
+        self.hear(engine, (dispatcher.pause if self.paused[engine] else dispatcher.resume)(self.now))
 
     @rule(engine=engines, other=st.integers(0, 1))
     def memory_goes_and_comes(self, engine: int, other: int) -> None:
         """It goes at once, and comes when no rank touches it any more, perhaps elsewhere."""
         if self.there[engine]:
             self.there[engine] = False
-            self.hear(engine, ev.CacheWithdrawn(ErrorInfo("cleared", "no memory"), True, self.now))
+            self.hear(
+                engine, self.dispatchers[engine].withdraw_cache(self.now, ErrorInfo("cleared", "no memory"), True)
+            )
         elif self.dispatchers[engine].empty:
             self.there[engine] = True
             self.grids[engine] = GRIDS[engine][other]
-            self.hear(engine, ev.CacheReady(self.now, self.grids[engine]))
+            self.hear(engine, self.dispatchers[engine].cache_ready(self.now, self.grids[engine]))
 
     # --- what ranks and time do --------------------------------------------------------------------
 
@@ -178,10 +188,10 @@ class WindowsMachine(RuleBasedStateMachine):
         place = self.places[task_id]
         place.touched = False
         if place.answered:
-            self.hear(place.engine, ev.RankLeft(task_id, 0, self.now))
+            self.hear(place.engine, self.dispatchers[place.engine].rank_left(self.now, task_id, 0))
         else:
             merged = place.task.merge([RankOutcome(0, range(place.task.blocks))])
-            self.hear(place.engine, ev.RoundMerged(task_id, merged, (), self.now))
+            self.hear(place.engine, self.dispatchers[place.engine].round_merged(self.now, task_id, merged, ()))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 3.0]))
     def time_passes(self, seconds: float) -> None:
@@ -189,7 +199,7 @@ class WindowsMachine(RuleBasedStateMachine):
         while due := [(when, engine) for engine, when in enumerate(self.wake_at) if when is not None and when <= until]:
             when, engine = min(due)
             self.now, self.wake_at[engine] = max(self.now, when), None
-            self.hear(engine, ev.DeadlineReached(self.now))
+            self.hear(engine, self.dispatchers[engine].deadline_reached(self.now))
         self.now = until
 
     # --- what must always hold ---------------------------------------------------------------------
@@ -197,7 +207,7 @@ class WindowsMachine(RuleBasedStateMachine):
     @invariant()
     def a_task_runs_exactly_if_no_earlier_one_with_its_bytes_has_a_place(self) -> None:
         for place in self.places.values():
-            state = self.dispatchers[place.engine].state_of(place.task.task_id)
+            state = state_of(self.dispatchers[place.engine], place.task.task_id)
             waits = any(not other.gone for other in place.behind)
             if state is State.QUEUED and not self.paused[place.engine]:
                 assert waits, f"nothing is in the way of {place.task}"
@@ -213,11 +223,11 @@ class WindowsMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for engine in range(len(GRIDS)):
-            self.hear(engine, ev.ResumeRequested(self.now))
+            self.hear(engine, self.dispatchers[engine].resume(self.now))
         while touched := self.touched():
             self.end(touched[0])
         assert not self.places, "nothing waits for ever"
-        assert all(dispatcher.empty and dispatcher._hazards.idle for dispatcher in self.dispatchers)
+        assert all(dispatcher.empty and dispatcher.hazards.idle for dispatcher in self.dispatchers)
         assert not len(self.ranges)
         assert not self.ranges._tables
 

@@ -45,11 +45,11 @@ Caches = dict[str, list[np.ndarray[Any, Any]]]
 CACHE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8, "host_blocks": 8}
 
 
-def config(tmp_path: Path, device: str = "shm", client_timeout: float = 2.5, **cache: Any) -> Config:
+def config(tmp_path: Path, client_timeout: float = 2.5, **cache: Any) -> Config:
     return from_tree(
         {
             "server": {"endpoint": f"ipc://{tmp_path}/t.sock", "client_timeout": client_timeout},
-            "cache": CACHE | {"device": device} | cache,
+            "cache": CACHE | cache,
             "host": {"staging": "64KiB"},
             "storage": {"backend": "memory", "generation": "G1"},
             "metrics": {"listen": ""},
@@ -57,23 +57,16 @@ def config(tmp_path: Path, device: str = "shm", client_timeout: float = 2.5, **c
     )
 
 
-@pytest.fixture(params=["shm", "paddle"])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "paddle":
-        pytest.importorskip("paddle", reason="the paddle extra is not installed")
-    return str(request.param)
-
-
 Start = Callable[..., Awaitable[Daemon]]
 
 
 @pytest.fixture
-async def start(tmp_path: Path, device: str) -> AsyncIterator[Start]:
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts daemons on one socket; each is stopped at the end, or before by `stop`."""
     running: list[Daemon] = []
 
     async def started(**cache: Any) -> Daemon:
-        daemon = Daemon(config(tmp_path, device, **cache))
+        daemon = Daemon(config(tmp_path, **cache))
         running.append(daemon)
         await daemon.open()
         return daemon
@@ -507,7 +500,6 @@ async def test_where_the_daemon_creates_an_offer_is_refused(start: Start, endpoi
         "NUL in the owner",
     ],
 )
-@pytest.mark.parametrize("device", ["shm"])  # test_attach.py has it for every tier
 async def test_a_handle_that_cannot_be_used_is_a_typed_refusal_and_nothing_is_kept(
     start: Start, endpoint: str, change: dict[str, Any], reason: str
 ) -> None:
@@ -568,7 +560,6 @@ async def engine_process(endpoint: str, *ranks: int) -> asyncio.subprocess.Proce
 
 
 @pytest.mark.parametrize("told_by", ["the kernel", "its silence"])
-@pytest.mark.parametrize("device", ["shm"])
 async def test_an_engine_that_is_killed_takes_its_memory_and_the_next_one_may_offer(
     start: Start, endpoint: str, told_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,7 +612,7 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
             for rank in range(2):
                 await cache.offer(second, rank, from_me(engine.handle(rank)), cache.epoch)
         # The first connection is really gone: a client that is there offers again what it sees missing.
-        await until(lambda: not daemon.server._clients, "the first connection is given up")
+        await until(lambda: not daemon.server.clients, "the first connection is given up")
         async with cache._change:  # whatever that has begun is done
             pass
         assert cache.missing == []
@@ -630,7 +621,6 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
         await until(lambda: cache.missing == [0, 1], "the offer went with its last connection")
 
 
-@pytest.mark.parametrize("device", ["shm"])
 async def test_an_engine_offers_again_by_itself_to_a_daemon_that_was_restarted(start: Start, endpoint: str) -> None:
     first = await start(ownership="attach")
     async with Engine() as engine, Client(endpoint, await_ready=False) as client:
@@ -644,10 +634,7 @@ async def test_an_engine_offers_again_by_itself_to_a_daemon_that_was_restarted(s
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
-@pytest.mark.parametrize("device", ["shm"])
-async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_again(
-    device: str, tmp_path: Path
-) -> None:
+async def test_a_daemon_that_is_killed_leaves_the_engine_its_memory_and_gets_it_again(tmp_path: Path) -> None:
     tree = {"cache": CACHE | {"ownership": "attach"}, "storage": {"backend": "memory"}}
     process = launch(tree, tmp_path, wait=False)
     async with Engine() as engine, Client(process.endpoint, connect_timeout=60, await_ready=False) as client:
@@ -681,7 +668,7 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
             await daemon.default.cache.offer(b"late", 0, from_me(engine.handle(0)), 1)
         assert caught.value.reason == "stale_offer"
         client._renewed()  # its connection breaks: what the clear has ended is not offered again
-        assert not client._offers
+        assert not client._offers._made
         await renewed.offer(client)
         await client.wait_ready(5)
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
@@ -703,7 +690,7 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         offering = asyncio.ensure_future(
             daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
-        await until(lambda: bool(daemon.default.cache._ranks[0].attempts), "the offer is under way")
+        await until(lambda: bool(daemon.default.cache._offering), "the offer is under way")
         daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)

@@ -16,6 +16,7 @@ from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import Claim
 from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
@@ -72,8 +73,9 @@ class World:
             lambda: self.said.append("epoch"),
             lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
         )
+        clock = Clock(monotonic=lambda: self.now)
         self.coordinator = Coordinator(
-            self.dispatcher, self.barrier, workers, listeners, clock=Clock(monotonic=lambda: self.now)
+            self.dispatcher, self.barrier, workers, listeners, clock=clock, recorder=Recorder()
         )
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
@@ -280,7 +282,7 @@ async def test_a_waiter_that_gives_up_is_forgotten(world: World) -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert world.coordinator._waiting == []
+    assert world.coordinator._waiting == {}
     world.coordinator.close()
 
 
@@ -325,7 +327,7 @@ async def test_a_rank_that_is_late_holds_up_other_engines_on_its_bytes(neighbour
 async def test_another_engine_is_let_in_soon_if_that_raises_at_first(neighbours: tuple[World, World]) -> None:
     one, other = neighbours
     other.push("waits", 10)
-    other.dispatcher.handle = broken_once(other.dispatcher.handle)  # type: ignore[method-assign, assignment]
+    other.dispatcher.bytes_free = broken_once(other.dispatcher.bytes_free)  # type: ignore[method-assign]
     for rank in one.ranks:
         rank.arrive("load", 1)
     assert one.coordinator.effects_failed == {"Unblock": 1}
@@ -333,13 +335,13 @@ async def test_another_engine_is_let_in_soon_if_that_raises_at_first(neighbours:
     await until(lambda: other.ranks[0].jobs, "it was never let in")
 
 
-def broken_once(works: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def broken_once(works: Callable[..., Any]) -> Callable[..., Any]:
     calls: list[Any] = []
 
-    def handle(event: Any) -> Any:
-        calls.append(event)
+    def event(*args: Any) -> Any:
+        calls.append(args)
         if len(calls) == 1:
             raise OSError("once")
-        return works(event)
+        return works(*args)
 
-    return handle
+    return event

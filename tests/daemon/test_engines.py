@@ -213,8 +213,8 @@ async def test_an_engine_that_registers_is_admitted_a_quarter_of_what_the_daemon
     server = {"endpoint": endpoint, "max_queued_tasks": 40, "max_queued_bytes": "4MiB", "max_inflight_bytes": "1GiB"}
     async with running(endpoint, server=server) as daemon, serving(endpoint, "a"):
         [engine] = [engine for engine in daemon.engines if engine.name == "a"]
-        limits = engine.dispatcher.limits
-        assert (limits.max_queued, limits.max_queued_bytes, limits.max_bytes) == (10, 1 << 20, 1 << 28)
+        least = engine.dispatcher.limits.server
+        assert (least.max_queued_tasks, least.max_queued_bytes, least.max_inflight_bytes) == (10, 1 << 20, 1 << 28)
 
 
 async def test_host_memory_is_one_budget_and_returns_with_the_engine_that_leaves(endpoint: str) -> None:

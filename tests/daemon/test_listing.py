@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.dispatch import limits
 from transferd.barrier import RankBarrier
-from transferd.control import events as ev
+from transferd.control import instructions as do
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.listing import Listing
 from transferd.observability.recorder import Recorder
@@ -37,8 +37,8 @@ def read(task_id: str, block: int) -> ReadStorageTask:
 
 
 def push(daemon: SimpleNamespace, task: ReadStorageTask, now: float) -> None:
-    for instruction in daemon.default.dispatcher.handle(ev.TaskSubmitted(b"engine", 1, task, now)):
-        if isinstance(instruction, ev.Start):
+    for instruction in daemon.default.dispatcher.submit(now, b"engine", 1, task):
+        if isinstance(instruction, do.Start):
             daemon.default.barrier.open(task.task_id, task.merge, lambda _: None)
 
 
@@ -65,7 +65,7 @@ def test_a_queued_task_says_what_is_before_it() -> None:
     rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == rows["d"] == "a place in its lane"
     assert rows["e"] == "1 tasks before it on its blocks"
-    daemon.default.dispatcher.handle(ev.PauseRequested(6.0, b"engine", "me"))
+    daemon.default.dispatcher.pause(6.0, b"engine", "me")
     rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == "resume"
 

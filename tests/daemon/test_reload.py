@@ -117,7 +117,6 @@ def test_settings_of_a_level_take_effect(world: World) -> None:
     assert takes_effect("tuning.storage.level.file.recheck")
     assert takes_effect("storage.level.file.promote")
     assert takes_effect("storage.level.some.module:Class.write")
-    assert not takes_effect("storage.level.promote")
     assert not takes_effect("storage.levels")
     world.tree["storage"] = {"levels": ["memory", "file"], "level": {"file": {"promote": 3}}}
     world.reload()

@@ -17,7 +17,8 @@ from tests.support.memory_core import MemoryCore, serve
 from tests.support.named_peers import send
 from tests.support.waits import until
 from transferd.client.client import Client
-from transferd.config import CurveSection, ServerSection
+from transferd.config import ServerSection
+from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError, ConnectTimeout
 from transferd.runtime.compat import timeout
 from transferd.tasks import Status, SwapOutTask

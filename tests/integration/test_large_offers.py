@@ -66,7 +66,7 @@ async def test_one_page_in_another_is_found_among_thousands(tmp_path: Path) -> N
             async with Client(daemon.endpoint, engine="many", await_ready=False) as engine:
                 await engine.register(Engine(ranks=1, model="m", layout=pages))
                 wrong = [*INTERLEAVED[:700], (INTERLEAVED[700][0] - 1, LAYERS * 16), *INTERLEAVED[701:]]
-                with pytest.raises(RequestError, match="layers 699 and 700 overlap"):
+                with pytest.raises(RequestError, match="layer 699 and the pages of layer 700 overlap"):
                     await engine.offer(0, shm_pages(fd, wrong))
                 await engine.offer(0, shm_pages(fd, INTERLEAVED))
     finally:

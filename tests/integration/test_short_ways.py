@@ -39,10 +39,10 @@ def test_a_read_of_a_file_crosses_few_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        "prepare",  # what admission computes is handed on
+        "check_task",
         "content_hash",
         "WriteStorageTask.footprint",
-        "ObjectNamer.digests",  # once a task
+        "ObjectNamer.ids",  # once a task
         "ObjectNamer.names",  # once a rank
         "RankWorker.start",
     ],

@@ -10,7 +10,6 @@ import pytest
 import structlog.testing
 
 from transferd.config import from_tree
-from transferd.control import events as ev
 from transferd.daemon.daemon import Daemon
 from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns
 from transferd.observability.report import ConcernReport, Report, read, tree
@@ -101,7 +100,7 @@ class World:
             "storage": {"backend": "memory"},
         }
         self.daemon = Daemon(from_tree(described | tree), clock=Clock(monotonic=lambda: self.now))
-        self.daemon.default.dispatcher.handle(ev.CacheReady(self.now))
+        self.daemon.default.dispatcher.cache_ready(self.now)
         self.daemon.default.coordinator.ready = True
 
     def names(self) -> list[str]:
@@ -138,7 +137,7 @@ async def test_a_task_that_hangs_is_named_with_what_it_waits_for(
     engine = world.daemon.default
     for worker in engine.workers:
         monkeypatch.setattr(worker, "start", lambda *_: None)
-    engine.dispatcher.handle(ev.MappingsChanged((), {}, world.now))
+    engine.dispatcher.mappings_changed(world.now, (), {})
     task = WriteStorageTask(task_id="slow one", keys=["k"], gpu_block_ids=[0], timeout=600.0)
     assert engine.coordinator.submit(b"me", 1, task)
     engine.recorder.step("slow one", "put", 1, 1)

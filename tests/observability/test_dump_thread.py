@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from transferd.config import RecorderSection
+from transferd.config.sections import RecorderSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.observability import dump_thread
 from transferd.observability.dump_file import read_dump, write_dump

@@ -19,7 +19,7 @@ import pytest
 import structlog
 
 from tests.support.waits import wait_until
-from transferd.config import LogSection
+from transferd.config.sections import LogSection
 from transferd.observability import logs
 from transferd.observability.logs import BURST, LONGEST_LINE, MOST_KINDS, RATE, Log, LogRate, LogStream, LogWriter
 
@@ -201,7 +201,7 @@ def test_kinds_are_bounded() -> None:
     rate = LogRate(lambda: 0.0)
     for number in range(10 * MOST_KINDS):
         rate.admit(f"kind {number}")
-    assert len(rate._kinds) <= MOST_KINDS + 1
+    assert len(rate._buckets) <= MOST_KINDS + 1
     assert rate.admit("kind 0") == 0
 
 

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.named_peers import NamedPeers
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
-from transferd.control import events
+from transferd.control import instructions
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import device_bytes
 from transferd.daemon.reload import Reloader
@@ -58,7 +58,7 @@ async def get(port: int, path: str) -> tuple[int, bytes]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[HttpServer]:
-    http = HttpServer("127.0.0.1:0", {"/page": lambda: Page(b"hello")})
+    http = HttpServer("127.0.0.1:0", {"/page": lambda _: Page(b"hello")})
     await http.start()
     yield http
     await http.close()
@@ -227,7 +227,7 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
     """ADR 30: tasks are admitted and wait, and the pause ends with its client."""
     port = port_of(daemon.reports)
     await daemon.default.cache.open()
-    daemon.default.dispatcher.handle(events.PauseRequested(daemon.clock.monotonic(), b"client", "me"))
+    daemon.default.dispatcher.pause(daemon.clock.monotonic(), b"client", "me")
     assert await get(port, "/readyz") == (200, b"ready\n")
     assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
     report = json.loads((await get(port, "/status"))[1])
@@ -271,7 +271,7 @@ async def test_label_values_are_there_at_0_and_no_label_changes_with_each_start(
     )
     assert values("transferd_storage_breaker_state", "state") == {"closed": 1, "open": 0, "half_open": 0}
     assert values("transferd_effects_failed_total", "effect").keys() == {
-        one.__name__ for one in get_args(events.Instruction)
+        one.__name__ for one in get_args(instructions.Instruction)
     }
     assert {"process_resident_memory_bytes", "process_start_time_seconds", "process_open_fds"} <= {
         sample.name for sample in samples

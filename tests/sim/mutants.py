@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "the barrier resets a round in place instead of ending it",
         "barrier.py",
-        "        del self._rounds[task_id]\n        self._end(round_)\n        return Arrival.COMPLETED",
-        "        self._end(round_)\n        round_.outcomes.clear()\n        return Arrival.COMPLETED",
+        "            del self._rounds[task_id]\n            self._end(round_)\n        return True",
+        "            self._end(round_)\n            round_.outcomes.clear()\n        return True",
     ),
     Mutant(
         "a deadline forgets which ranks were missing",
@@ -67,14 +67,14 @@ MUTANTS = (
     Mutant(
         "open rounds do not learn that a rank died",
         "daemon/coordinator.py",
-        "        self._barrier.rank_died(rank, cause)",
+        "        self.barrier.rank_died(rank, cause)",
         "        pass",
     ),
     Mutant(
         "a late arrival is dropped silently",
         "daemon/coordinator.py",
-        "        if self._barrier.arrive(job.task.task_id, outcome) is Arrival.LATE:",
-        "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
+        "        if not self.barrier.arrive(job.task.task_id, outcome):",
+        "        if self.barrier.arrive(job.task.task_id, outcome) is None:",
     ),
     Mutant(
         "the result of the last rank is lost",
@@ -121,18 +121,14 @@ MUTANTS = (
     Mutant(
         "a block is sealed before it is copied",
         "workers/device_blocks.py",
-        "            if not await share.job.stop.copied(self._out(plan)):\n                return False\n",
-        "            context.format.seal(\n"
-        "                staging.views(lease), share.job.generation, share.ids(positions), context.object_rank\n"
-        "            )\n"
-        "            await share.job.stop.copied(self._out(plan))\n"
-        "            return True\n",
+        "            await self._move(Direction.OUT,",
+        "            seal()\n            return await self._move(Direction.OUT,",
     ),
     Mutant(
         "a client hears of a refusal although its task comes again",
         "control/dispatcher.py",
-        "        if event.again:",
-        "        if event.again and event.now < 0:",
+        "        if push.again:",
+        "        if push.again and self._now < 0:",
     ),
     Mutant(
         "a write arrives before its puts have ended",
@@ -178,9 +174,9 @@ MUTANTS = (
     ),
     Mutant(
         "a read arrives before its last copies have ended",
-        "workers/read.py",
-        "                await every(under_way)",
-        "                under_way.clear()",
+        "workers/job.py",
+        "            while under_way:\n                await under_way.popleft()\n",
+        "            under_way.clear()\n",
     ),
     Mutant(
         "a follower of a load gets no bytes",
@@ -191,8 +187,8 @@ MUTANTS = (
     Mutant(
         "a swap-in fills one block too many",
         "workers/swap.py",
-        "lambda: plan_copy(host, cpu, device, gpu))",
-        "lambda: plan_copy(host, [*cpu, cpu[0]], device, [*gpu, next(b for b in range(48) if b not in gpu)]))",
+        "copy_plan(theirs, cpu, ours, gpu)",
+        "copy_plan(theirs, [*cpu, cpu[0]], ours, [*gpu, next(b for b in range(48) if b not in gpu)])",
     ),
     Mutant(
         "hazards are ignored",
@@ -221,7 +217,7 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        self._set_alarm(record.deadline, record)",
+        "        self._set_alarm(self._now + record.task.timeout, record)",
         "        pass",
     ),
     Mutant(
@@ -233,8 +229,8 @@ MUTANTS = (
     Mutant(
         "a task runs in the generation of its start",
         "control/dispatcher.py",
-        "        self._out.append(ev.Start(record.task, record.generation, record.admitted_at))",
-        "        self._out.append(ev.Start(record.task, self.generation, record.admitted_at))",
+        "        self._out.append(do.Start(record.task, record.generation, record.admitted_at))",
+        "        self._out.append(do.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",
@@ -245,7 +241,7 @@ MUTANTS = (
     Mutant(
         "a joined push is never answered",
         "control/dispatcher.py",
-        "            record.waiters.append((event.client, event.seq))",
+        "            record.waiters.append((push.client, push.seq))",
         "            pass",
     ),
     Mutant(
@@ -258,14 +254,14 @@ MUTANTS = (
     Mutant(
         "the queue has no bound",
         "control/order.py",
-        "        if self.queued >= self._limits.max_queued:",
+        "        if self.queued >= self._server.max_queued_tasks:",
         "        if False:",
     ),
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(event.holder, event.proof)\n        self._start_ready()",
-        "        self._gate.resume(event.holder, event.proof)",
+        "        self._gate.resume(holder, proof)\n        self._start_ready()",
+        "        self._gate.resume(holder, proof)",
     ),
     Mutant(
         "a pause outlives its client",
@@ -349,7 +345,7 @@ MUTANTS = (
     Mutant(
         "an alarm that could not be set is forgotten",
         "daemon/coordinator.py",
-        "            self._hear(ev.DeadlineReached(self._clock.monotonic()))  # harmless if early",
+        "            self._hear(self.dispatcher.deadline_reached)  # harmless if early",
         "            pass  # harmless if early",
     ),
     Mutant(
@@ -422,15 +418,15 @@ MUTANTS = (
     Mutant(
         "a restore is answered before other clients know its generation",
         "daemon/engines.py",
-        "        await self._make_known(peer, engine, engine.coordinator.generation)\n        return epoch",
+        "        await self._make_known(client.peer, engine, engine.coordinator.generation)\n        return epoch",
         "        return epoch",
         finder="identity",
     ),
     Mutant(
         "silent clients are looked for a hundred times as often",
         "daemon/liveness.py",
-        "        delay = self._timeout / 2",
-        "        delay = self._timeout / 200",
+        "        delay = self.timeout / 2",
+        "        delay = self.timeout / 200",
     ),
     Mutant(
         "a level's old answer is taken for proof",

@@ -14,7 +14,7 @@ from tests.support.simulation.engine import Act, SimEngine
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.oracle import Oracle
 from tests.support.simulation.world import SimWorld, small_config
-from transferd.control import events as ev
+from transferd.control import instructions as do
 from transferd.tasks import Status, SwapOutTask, TaskResult
 
 Program = Callable[[SimWorld, SimEngine], Coroutine[Any, Any, None]]
@@ -152,16 +152,16 @@ def test_decisions_are_carried_out_in_their_order() -> None:
         coordinator = world.daemon.default.coordinator
         seen: list[str] = []
 
-        def reply(instruction: ev.Reply) -> None:
+        def reply(instruction: do.Reply) -> None:
             seen.append(instruction.result.task_id)
             if instruction.result.task_id == "one":
-                coordinator._carry_out([ev.Reply(b"", 3, TaskResult(task_id="three", status=Status.OK))])
+                coordinator._carry_out([do.Reply(b"", 3, TaskResult(task_id="three", status=Status.OK))])
                 assert seen == ["one"]
 
-        before, coordinator._apply[ev.Reply] = coordinator._apply[ev.Reply], reply
+        before, coordinator._apply[do.Reply] = coordinator._apply[do.Reply], reply
         results = [TaskResult(task_id=task_id, status=Status.OK) for task_id in ("one", "two")]
-        coordinator._carry_out([ev.Reply(b"", seq, result) for seq, result in enumerate(results)])
-        coordinator._apply[ev.Reply] = before
+        coordinator._carry_out([do.Reply(b"", seq, result) for seq, result in enumerate(results)])
+        coordinator._apply[do.Reply] = before
         assert seen == ["one", "two", "three"]
 
     play(program)

@@ -27,14 +27,8 @@ from transferd.blocks.layout import build_layout
 from transferd.cli.doctor.machine import Machine
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
-from transferd.config import (
-    CacheSection,
-    FileStorageSection,
-    MemoryStorageSection,
-    MooncakeStorageSection,
-    ObjectStorageSection,
-    Size,
-)
+from transferd.config import CacheSection, FileStorageSection, MooncakeStorageSection, Size
+from transferd.config.sections import MemoryStorageSection, ObjectStorageSection
 from transferd.config.size import Capacities
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import Blob, Outcome, Storage
@@ -44,7 +38,7 @@ from transferd.storage.joined import JoinedStorage
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake.client import NativeClient
+from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.object_store import ObjectStorage
 
 MEMORY_BYTES = 32 * 1024**2
@@ -82,7 +76,7 @@ def pool_storage(section: MooncakeStorageSection, **parts: Any) -> MooncakeStora
     return MooncakeStorage(section, model="demo", layout=build_layout(CacheSection()), **parts)
 
 
-class KeptClient(NativeClient):
+class KeptClient(PoolClient):
     """A client that a close only empties: a real close takes two seconds, and the suite closes often."""
 
     def __init__(self, section: MooncakeStorageSection) -> None:
@@ -135,7 +129,7 @@ def object_storage(server: S3Server | DeafProxy, prefix: str, **more: Any) -> Ob
     return ObjectStorage(object_config(server, prefix, **more), clock=SYSTEM_CLOCK)
 
 
-def kept(_section: MooncakeStorageSection) -> NativeClient:
+def kept(_section: MooncakeStorageSection) -> PoolClient:
     return kept_client()
 
 

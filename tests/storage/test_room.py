@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferd.config import Reserve
+from transferd.config.size import Reserve
 from transferd.storage.room import GIB, DiskState, bounds, disk_for, misfit, reserved
 
 TIB = 1024 * GIB

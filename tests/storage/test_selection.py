@@ -8,7 +8,7 @@ from transferd.blocks.formats import ObjectNamer
 from transferd.storage.selection import Selection
 
 NAMER = ObjectNamer("a model/α", "f1")
-NAME = NAMER.names("RL 7", NAMER.digests(["k"]), 0)[0]
+NAME = NAMER.names("RL 7", NAMER.ids(["k"]), 0)[0]
 FASTDEPLOY = "prefix_k_0_key"
 
 
@@ -31,6 +31,6 @@ def test_a_name_fits_all_that_is_said_or_not(selection: Selection, fits: list[bo
 
 
 def test_a_generation_of_no_name_is_not_that_of_every_name() -> None:
-    plain = NAMER.names("", NAMER.digests(["k"]), 0)[0]
+    plain = NAMER.names("", NAMER.ids(["k"]), 0)[0]
     assert Selection(generation="").fits(plain)
     assert not Selection(generation="").fits(NAME)

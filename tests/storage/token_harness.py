@@ -156,8 +156,8 @@ class TokenWorld:
     def on_device(self, path: Sequence[int]) -> list[bool]:
         """What the index knows of this node's device memory, for each full block of the path."""
         if isinstance(self.storage, OpenTokenStorage):
-            engines = self.storage.index._nodes.get(self.storage.node, {}).values()
-            held = set[int]().union(*(media.get(MEDIUM_GPU, set()) for media in engines))
+            places = self.storage.index._held.items()
+            held = set[int]().union(*(held for place, held in places if place[::2] == (self.storage.node, MEDIUM_GPU)))
             return [block_hash(key) in held for key in self.storage.paths.keys(TokenIds(path))]
         assert self.double is not None
         session = self.double.sessions[0]

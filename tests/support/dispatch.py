@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from transferd.config import ServerSection
 from transferd.control.admission import Limits, argument_bytes, footprint_of
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import AT_WORK, State, TaskState
-from transferd.tasks import Task
+from transferd.tasks import Footprint, Task
 
 
 def limits(**more: Any) -> Limits:
     """What the configuration's defaults give for two ranks of 64 blocks of 4 KiB, but for `more`."""
-    server = ServerSection()
     usual: dict[str, Any] = {
         "ranks": 2,
         "device_blocks": 64,
@@ -23,16 +26,22 @@ def limits(**more: Any) -> Limits:
         "direct": False,
         "token_block": 0,
         "only_flush": False,
-        "max_queued": server.max_queued_tasks,
-        "max_queued_bytes": server.max_queued_bytes,
-        "max_bytes": server.max_inflight_bytes,
-        "lane_depth": server.lane_depth,
-        "deadline_slack": server.deadline_slack,
-        "result_ttl": server.result_ttl,
-        "max_results": server.max_results,
-        "max_result_bytes": server.max_result_bytes,
+        "server": ServerSection(),
     }
-    return Limits(**usual | more)
+    return limits_but(Limits(**usual), **more)
+
+
+def limits_but(base: Limits, **more: Any) -> Limits:
+    """`base`, but for these fields of it or of its `server`."""
+    server = {name: more.pop(name) for name in ServerSection.__struct_fields__ if name in more}
+    return dataclasses.replace(base, server=msgspec.structs.replace(base.server, **server), **more)
+
+
+def touching(**uses: Sequence[object]) -> Footprint:
+    """Footprint of uses such as device_reads=[1], paths_writes=["p"]."""
+    reads = [(name.removesuffix("_reads"), ids) for name, ids in uses.items() if name.endswith("_reads")]
+    writes = [(name.removesuffix("_writes"), ids) for name, ids in uses.items() if name.endswith("_writes")]
+    return Footprint(tuple(reads), tuple(writes))
 
 
 def record_of(task: Task, **more: Any) -> TaskState:
@@ -45,47 +54,58 @@ def record_of(task: Task, **more: Any) -> TaskState:
         "generation": "g1",
         "memory_epoch": 0,
         "admitted_at": 0.0,
-        "deadline": task.timeout,
         "nbytes": 0,
+        "arguments": 0,
+        "flush": False,
         "waiters": [(b"engine", 1)],
     }
     return TaskState(**usual | more)
 
 
+def state_of(dispatcher: Dispatcher, task_id: str) -> State | None:
+    """A task's state; None if it was never admitted, or its result is no longer kept."""
+    record = dispatcher.records.get(task_id)
+    if record is not None:
+        return record.state
+    return State.DONE if task_id in dispatcher._results or task_id in dispatcher._stragglers else None
+
+
 def check_dispatcher(dispatcher: Dispatcher) -> None:
     """Assert that its books agree with each other and with the tasks. Linear in all that is held."""
-    records, lanes, limits = dispatcher._records.values(), dispatcher._lanes, dispatcher.limits
-    assert sum(record.state is State.QUEUED for record in records) == lanes.queued <= limits.max_queued
+    records, lanes, limits = dispatcher.records.values(), dispatcher._lanes, dispatcher.limits
+    assert sum(record.state is State.QUEUED for record in records) == lanes.queued <= limits.server.max_queued_tasks
     for name, load in lanes.loads.items():
         mine = [record for record in records if record.lane is name]
         assert load.tasks == len(mine)
         assert load.nbytes == sum(record.nbytes for record in mine)
         assert load.running == sum(record.state in AT_WORK for record in mine)
-        assert load.running <= limits.lane_depth
-        assert load.tasks <= 1 or load.nbytes <= limits.max_bytes  # one alone may be larger than the bound
+        assert load.running <= limits.server.lane_depth
+        assert (
+            load.tasks <= 1 or load.nbytes <= limits.server.max_inflight_bytes
+        )  # one alone may be larger than the bound
         assert all(r.claim is not None and r.claim.ready for r in load.ready if r.state is State.QUEUED)
-    assert len(dispatcher._results) <= limits.max_results
-    assert dispatcher._results.nbytes <= limits.max_result_bytes
+    assert len(dispatcher._results) <= limits.server.max_results
+    assert dispatcher._results.nbytes <= limits.server.max_result_bytes
     held = [argument_bytes(record.task) for record in records if record.task is not None]
     assert len(held) == len(records), "what is admitted has its arguments"
     assert all(record.task is None for record in dispatcher._stragglers.values()), "what is answered lets them go"
-    assert sum(held) <= dispatcher._hazards.nbytes, "claims that have not left count, too"
-    assert dispatcher._hazards.nbytes <= limits.max_queued_bytes or len(dispatcher._hazards) == 1
+    assert sum(held) <= dispatcher.hazards.nbytes, "claims that have not left count, too"
+    assert dispatcher.hazards.nbytes <= limits.server.max_queued_bytes or len(dispatcher.hazards) == 1
     assert dispatcher.empty is (not records and not dispatcher._stragglers)
-    assert not dispatcher.empty or dispatcher._hazards.idle
+    assert not dispatcher.empty or dispatcher.hazards.idle
     _check_blocks(dispatcher)
 
 
 def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
     """The blocks of a tier ("device" or "host") that tasks at work may change now."""
-    working = (record.task for record in dispatcher._records.values() if record.state in AT_WORK)
+    working = (record.task for record in dispatcher.records.values() if record.state in AT_WORK)
     footprints = (footprint_of(task, dispatcher.limits) for task in working if task is not None)
-    return {block for footprint in footprints for block in getattr(footprint, f"{tier}_writes")}
+    return {block for footprint in footprints for block in dict(footprint.writes).get(tier, ())}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:
     """No block that one task at work changes is touched by another: asked of the tasks, not of the hazard table."""
-    working = [record for record in dispatcher._records.values() if record.state in AT_WORK]
+    working = [record for record in dispatcher.records.values() if record.state in AT_WORK]
     users: dict[tuple[str, int], str] = {}
     for writes in (True, False):
         for record in (*working, *dispatcher._stragglers.values()):
@@ -93,7 +113,7 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
             task_id, footprint = record.task_id, record.claim.footprint
             assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)
             for tier in ("device", "host"):
-                for block in getattr(footprint, f"{tier}_{'writes' if writes else 'reads'}"):
+                for block in dict(footprint.writes).get(tier, ()) if writes else dict(footprint.reads).get(tier, ()):
                     use = tier, block
                     other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
                     assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"

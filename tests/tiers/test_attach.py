@@ -23,7 +23,6 @@ from transferd.tiers.arrays import describe
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.offered import DIRECTORY, PEER
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
@@ -32,7 +31,6 @@ LAYOUT = build_layout(
     CacheSection(layers=2, device_blocks=6, host_blocks=6, block_size=5, kv_heads=3, head_dim=7, mtp_layers=1,
                  mtp_blocks=9, dtype="block_wise_fp8", scale_dtype="float32")
 )  # fmt: skip
-KINDS = {"shm": ShmDeviceTier, "paddle": PaddleDeviceTier}
 
 
 @pytest.fixture
@@ -42,12 +40,9 @@ def threads() -> Iterator[ThreadPools]:
     threads.close()
 
 
-@pytest.fixture(params=KINDS)
-def tier(request: pytest.FixtureRequest, threads: ThreadPools) -> DeviceTier:
-    if request.param == "paddle":
-        pytest.importorskip("paddle", reason="the paddle extra is not installed")
-    made: DeviceTier = KINDS[request.param](LAYOUT, 0, 0, threads)
-    return made
+@pytest.fixture
+def tier(threads: ThreadPools) -> DeviceTier:
+    return ShmDeviceTier(LAYOUT, 0, 0, threads)
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ from transferd.tiers.shm import ShmDeviceTier
 TIERS: dict[str, Callable[[BlockLayout, Threads], DeviceTier]] = {
     "shm": lambda layout, threads: ShmDeviceTier(layout, 0, 0, threads),
     "paddle": lambda layout, threads: PaddleDeviceTier(layout, 0, 0, threads),
-    "paddle as on a device": lambda layout, threads: PaddleDeviceTier(layout, 0, 0, threads, shared=False),
     "cuda": lambda layout, threads: FakeCudaTier(layout, 0, 0, threads, gpu=FakeGpu(seed=1), slot_bytes=1 << 18),
     "cuda, small slots": lambda layout, threads: FakeCudaTier(
         layout, 0, 0, threads, gpu=FakeGpu(seed=2, batches=False), slot_bytes=1

@@ -22,7 +22,8 @@ from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import attach_arrays as attach_fake_cuda
 from transferd.blocks.formats import FOOTER_BYTES, check, seal, stamps
 from transferd.blocks.layout.base import PLANE_ORDER
-from transferd.config import CacheSection, Config, HostSection, MetricsSection, ServerSection, Size, StorageSection
+from transferd.config import CacheSection, Config, ServerSection, Size, StorageSection
+from transferd.config.sections import HostSection, MetricsSection
 from transferd.daemon.daemon import Daemon
 from transferd.runtime.compat import wait_for
 from transferd.storage.base import Blob, Found

@@ -27,7 +27,7 @@ from transferd.blocks.layout import build_layout
 from transferd.config import CacheSection
 from transferd.errors import DeviceLost, MemoryLost, TierError, TransferError
 from transferd.runtime.threads import ThreadPools, Threads
-from transferd.tiers import hostcopy, paddle, segment, shm
+from transferd.tiers import hostcopy, segment, shm
 from transferd.tiers.base import INLINE_BYTES, DeviceTier
 from transferd.tiers.paddle import PaddleDeviceTier
 from transferd.tiers.pinned import HostPool
@@ -81,15 +81,15 @@ class Shm(Kind):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-class Paddle(Shm):
-    """Real tensors on the CPU place, in shared memory; their operations raise what Paddle's do."""
+class Paddle(Kind):
+    """Real tensors, on the CPU place; their operations raise what Paddle's do."""
 
-    shared = True
+    loses = False
 
     def __init__(self, threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
         self.paddle = pytest.importorskip("paddle", reason="the paddle extra is not installed")
-        Kind.__init__(self, threads, monkeypatch)
-        self.tier = PaddleDeviceTier(LAYOUT, 0, 0, threads, shared=self.shared)
+        super().__init__(threads, monkeypatch)
+        self.tier = PaddleDeviceTier(LAYOUT, 0, 0, threads)
 
     def refuse(self, operation: str) -> None:
         """The next call of it fails, in whatever thread."""
@@ -104,13 +104,6 @@ class Paddle(Shm):
 
     def fail_next_copy(self) -> None:
         self.refuse("split")
-
-
-class PaddleDevice(Paddle):
-    """As on a device: memory that Paddle allocates, and blocks that go there and back."""
-
-    shared = vanishes = False
-    fails = True
 
     async def open_without_memory(self) -> None:
         self.refuse("to_tensor")
@@ -154,7 +147,6 @@ class Simulated(Kind):
 KINDS: dict[str, Callable[[Threads, pytest.MonkeyPatch], Kind]] = {
     "shm": Shm,
     "paddle": Paddle,
-    "paddle as on a device": PaddleDevice,
     "cuda": Cuda,
     "simulated": Simulated,
 }
@@ -262,8 +254,7 @@ async def test_memory_that_vanishes_is_an_error_and_not_the_end(
     if not kind.vanishes:
         pytest.skip("no other process can take its memory away")
     if not native:
-        for module in (shm, paddle):
-            monkeypatch.setattr(module, "copy_runs", hostcopy.copy_runs_python)
+        monkeypatch.setattr(shm, "copy_runs", hostcopy.copy_runs_python)
     elif not hostcopy.NATIVE:
         pytest.skip("the installation found no compiler")
     await kind.tier.open()

@@ -26,6 +26,7 @@ from transferd.tiers.paddle import (
     PaddleDeviceTier,
 )
 from transferd.tiers.pinned import HostPool
+from transferd.tiers.shm import ShmDeviceTier
 from transferd.tiers.staging import Staging
 from transferd.wire.canary import taken_from
 from transferd.workers.canary import check_canary
@@ -62,7 +63,7 @@ def operators(ops: PaddleOps, tmp_path: Path) -> FastDeployOperators:
 
 
 def tier(threads: ThreadPools, operators: FastDeployOperators | None, rank: int = 1) -> PaddleDeviceTier:
-    return PaddleDeviceTier(LAYOUT, rank, 3, threads, shared=False, operators=operators)
+    return PaddleDeviceTier(LAYOUT, rank, 3, threads, operators=operators)
 
 
 async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> None:
@@ -276,7 +277,7 @@ async def test_an_xpus_operators_get_the_ipc_flag_and_names_are_removed_without_
 
 
 async def test_tensors_in_fastdeploys_order_and_under_its_names(threads: ThreadPools) -> None:
-    shared = PaddleDeviceTier(LAYOUT, 0, 0, threads)
+    shared = ShmDeviceTier(LAYOUT, 0, 0, threads)
     await shared.open()
     from transferd.tiers.segment import attach_arrays
 

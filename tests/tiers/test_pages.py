@@ -210,8 +210,8 @@ def test_segments_are_taken_exactly_if_every_byte_belongs_to_one_page(
             "layer 2 ends at byte 4097 with 6 blocks; its region has 4096",
         ),
         ([(0, 24, 1), *LAYER_MAJOR[1:]], "layer 0 names region 1; the handle has 1"),
-        ([LAYER_MAJOR[0], (24 * BLOCKS - 1, 9), LAYER_MAJOR[2]], "layers 0 and 1 overlap"),
-        ([BLOCK_MAJOR[0], (11 + 23, ROW), BLOCK_MAJOR[2]], "layers 0 and 1 overlap"),
+        ([LAYER_MAJOR[0], (24 * BLOCKS - 1, 9), LAYER_MAJOR[2]], "layer 0 and the pages of layer 1 overlap"),
+        ([BLOCK_MAJOR[0], (11 + 23, ROW), BLOCK_MAJOR[2]], "layer 0 and the pages of layer 1 overlap"),
     ],
 )
 def test_segments_that_cannot_be_are_refused_by_what_is_wrong(segments: Any, said: str) -> None:

@@ -13,7 +13,8 @@ from unittest.mock import patch
 import pytest
 import zmq
 
-from transferd.config import CurveSection, ServerSection
+from transferd.config import ServerSection
+from transferd.config.sections import CurveSection
 from transferd.wire import obstacle
 from transferd.wire.curve import ClientCurve
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, SILENT, find_obstacle, obstacle_at

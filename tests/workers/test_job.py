@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rig import LAYOUT, layout_of
-from transferd.blocks.copyplan import CopyPlan, plan_copy
+from tests.workers.rig import layout_of
+from transferd.blocks.copyplan import CopyPlan
 from transferd.errors import InvariantError
 from transferd.runtime.threads import noted
 from transferd.storage.lru import Use
 from transferd.tasks import ReadStorageTask, Stop, SwapOutTask, Task, WriteStorageTask
-from transferd.workers.job import MOST_PLANS, SHARED_BLOCKS, Job, StopSignal, require
+from transferd.workers.job import MOST_PLANS, Job, StopSignal, require
 
 
 class Never:
@@ -144,32 +144,27 @@ def test_two_jobs_of_one_task_are_two() -> None:
     assert len({job_of(task), job_of(task)}) == 2
 
 
-def test_ranks_share_the_plan_of_a_small_chunk() -> None:
+def test_ranks_share_the_plan_of_a_copy() -> None:
     job = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2]))
-    layout = layout_of(device_blocks=SHARED_BLOCKS + 2, host_blocks=SHARED_BLOCKS + 2)
+    layout = layout_of(device_blocks=100, host_blocks=100)
 
     def plan(count: int, first: int = 0) -> CopyPlan:
         return job.copy_plan(layout.device, range(first, first + count), layout.host, range(count))
 
     assert plan(2) is plan(2)
-    assert plan(SHARED_BLOCKS) is plan(SHARED_BLOCKS)
-    assert plan(SHARED_BLOCKS) is not plan(SHARED_BLOCKS, first=1)
-    assert plan(SHARED_BLOCKS + 1) is not plan(SHARED_BLOCKS + 1)
+    assert plan(99) is plan(99)
+    assert plan(99) is not plan(99, first=1)
 
 
 def test_a_job_keeps_few_plans() -> None:
-    job, made = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2])), list[int]()
+    job = job_of(SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[2]))
+    layout = layout_of(device_blocks=MOST_PLANS + 1, host_blocks=2)
 
     def plan(number: int) -> CopyPlan:
-        def make() -> CopyPlan:
-            made.append(number)
-            return plan_copy(LAYOUT.device, [0], LAYOUT.host, [1])
-
-        return job.plan(number, make)
+        return job.copy_plan(layout.device, [number], layout.host, [1])
 
     kept = [plan(number) for number in range(MOST_PLANS)]
-    assert all(plan(number) is kept[number] for number in range(MOST_PLANS))
-    assert made == list(range(MOST_PLANS)), "each was made once"
+    assert all(plan(number) is kept[number] for number in range(MOST_PLANS)), "each was made once"
     plan(MOST_PLANS)
     assert len(job._plans) == 1, "as if it began anew"
 

@@ -61,7 +61,6 @@ Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the G
 
 from __future__ import annotations
 
-import abc
 import functools
 import hashlib
 import re
@@ -72,7 +71,6 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from transferd.blocks.keys import encode_text
@@ -113,17 +111,17 @@ class ObjectNamer:
         self.space = f"{quote_part(model)}/{quote_part(fingerprint)}"
         self._space = f"{self.space}/"
 
-    def digests(self, keys: Iterable[str]) -> list[str]:
+    def ids(self, keys: Iterable[str]) -> list[str]:
         """The `key_digest` of each key. They are the same on every rank: compute them once per task."""
         return list(map(key_digest, keys))
 
-    def names(self, generation: str, digests: Iterable[str], rank: int) -> list[str]:
-        """The names of one rank's objects, in the order of `digests`; about 0.1 µs each."""
+    def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
+        """The names of one rank's objects, in the order of their keys' `ids`; about 0.1 µs each."""
         head = f"{self._space}{quote_part(generation)}/"
         tail = f"/{rank}"
-        return [head + digest + tail for digest in digests]
+        return [head + digest + tail for digest in ids]
 
-    def digest_of(self, generation: str, name: str) -> str | None:
+    def id_of(self, generation: str, name: str) -> str | None:
         """The digest in the name of an object of this generation and any rank; None for any other name."""
         head = f"{self._space}{quote_part(generation)}/"
         return name[len(head) :].partition("/")[0] if name.startswith(head) else None
@@ -197,7 +195,7 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
 
 
 def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: str, rank: int) -> list[Stamp]:
-    """One Stamp per key digest (hex, from `ObjectNamer.digests`), in order."""
+    """One Stamp per key digest (hex, from `ObjectNamer.ids`), in order."""
     common = _text_digest(generation), _text_digest(fingerprint), _text_digest(model), rank
     return [Stamp(bytes.fromhex(digest), *common) for digest in digests]
 
@@ -335,105 +333,56 @@ class ObjectPart:
     stop: int
 
 
-class ObjectFormat(abc.ABC):
-    """See the module. Immutable; shared by all ranks and threads."""
+class SealedBlocks(ObjectNamer):
+    """transferd's format: one object per block. Its footer seals model, layout, generation, key and rank.
 
-    space: str  # the common beginning of the names of all its objects (storage/queues.py)
-    parts: tuple[ObjectPart, ...]  # a block's objects
-    slot_bytes: int  # the length of the parts, from the start of a slot
-    offsets: npt.NDArray[np.int64]  # int64 [segments], the start of each segment in a slot
-    checked_bytes: int  # how many bytes of a block `seal` and `check` read; that is their cost
+    Immutable; shared by all ranks and threads, as RawPlanes is, which has the same members:
 
-    @abc.abstractmethod
-    def ids(self, keys: Iterable[str]) -> list[str]:
-        """The part of each key that goes into names. The same on every rank, so it is computed once per task."""
-
-    @abc.abstractmethod
-    def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
-        """The names of one rank's blocks, in order."""
-
-    @abc.abstractmethod
-    def id_of(self, generation: str, name: str) -> str | None:
-        """The id in the name of a block of this generation and any rank; None for any other name."""
-
-    def possible(self, name: str, nbytes: int) -> bool:  # noqa: ARG002 - most names do not determine the length
-        """Whether an object of this name could have this length."""
-        return nbytes > 0
-
-    @abc.abstractmethod
-    def seal(
-        self,
-        slots: Sequence[memoryview],
-        generation: str,
-        ids: Sequence[str],
-        rank: int,
-    ) -> None:
-        """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
-
-    @abc.abstractmethod
-    def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
-        """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
-
-    @abc.abstractmethod
-    def inspection(self, generation: str, block: str, rank: int) -> Inspection:
-        """Like `check`, for one block, by its id. Raises InvariantError if the format splits a block into objects."""
-
-    @abc.abstractmethod
-    def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
-        """The footers of these blocks one behind the other, without checksums. Raises the same."""
-
-
-class SealedBlocks(ObjectFormat):
-    """transferd's format: one object per block. Its footer seals model, layout, generation, key and rank."""
+    space: the common beginning of the names of all its objects (storage/queues.py).
+    parts: a block's objects.
+    slot_bytes: the length of the parts, from the start of a slot.
+    offsets: int64 [segments], the start of each segment in a slot.
+    checked_bytes: how many bytes of a block `seal` and `check` read; that is their cost.
+    ids: the part of each key that goes into names. The same on every rank, so it is computed once per task.
+    names, id_of: of one rank's blocks, in order, and back; `id_of` takes a name of any rank.
+    """
 
     def __init__(self, model: str, layout: BlockLayout) -> None:
-        self._namer = ObjectNamer(model, layout.fingerprint)
-        self.space = self._namer.space
+        super().__init__(model, layout.fingerprint)
         self._payload = layout.block_bytes
         self.slot_bytes = layout.block_bytes + FOOTER_BYTES
-        self.parts = (ObjectPart("", 0, self.slot_bytes),)
+        self.parts: tuple[ObjectPart, ...] = (ObjectPart("", 0, self.slot_bytes),)
         self.offsets = np.array([segment.offset for segment in layout.segments], dtype=np.int64)
         self.checked_bytes = layout.block_bytes
 
-    def ids(self, keys: Iterable[str]) -> list[str]:
-        return self._namer.digests(keys)
-
-    def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
-        return self._namer.names(generation, ids, rank)
-
-    def id_of(self, generation: str, name: str) -> str | None:
-        return self._namer.digest_of(generation, name)
-
     def possible(self, name: str, nbytes: int) -> bool:
-        return nbytes == self.slot_bytes if self._namer.owns(name) else nbytes > FOOTER_BYTES
+        """Whether an object of this name could have this length. Most names do not determine the length."""
+        return nbytes == self.slot_bytes if self.owns(name) else nbytes > FOOTER_BYTES
 
-    def seal(
-        self,
-        slots: Sequence[memoryview],
-        generation: str,
-        ids: Sequence[str],
-        rank: int,
-    ) -> None:
+    def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
+        """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
         for slot, mark in zip(slots, self._stamps(ids, generation, rank), strict=True):
             seal(slot, self._payload, mark)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
+        """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
         marks = self._stamps(ids, generation, rank)
         return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]
 
     def inspection(self, generation: str, block: str, rank: int) -> Inspection:
+        """Like `check`, for one block, by its id. Raises InvariantError if the format splits a block into objects."""
         return Inspection(self._stamps([block], generation, rank)[0], self.slot_bytes)
 
     def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
+        """The footers of these blocks one behind the other, without checksums. Raises the same."""
         empty = bytes(_SEAL.size)
         return b"".join([_body(self._payload, stamp) + empty for stamp in self._stamps(ids, generation, rank)])
 
     def _stamps(self, ids: Iterable[str], generation: str, rank: int) -> list[Stamp]:
-        namer = self._namer
-        return stamps(ids, model=namer.model, fingerprint=namer.fingerprint, generation=generation, rank=rank)
+        return stamps(ids, model=self.model, fingerprint=self.fingerprint, generation=generation, rank=rank)
 
 
-class RawPlanes(ObjectFormat):
+class RawPlanes:
     """FastDeploy's format: one raw object per plane. Shares a pool with FastDeploy's own transfer processes."""
 
     space = ""
@@ -464,21 +413,14 @@ class RawPlanes(ObjectFormat):
         key, _, rank = name[len(head) :].rpartition("_")
         return key if name.startswith(head) and rank.isdigit() else None
 
-    def seal(
-        self,
-        slots: Sequence[memoryview],
-        generation: str,
-        ids: Sequence[str],
-        rank: int,
-    ) -> None:
+    def possible(self, _name: str, nbytes: int) -> bool:
+        return nbytes > 0
+
+    def seal(self, _slots: Sequence[memoryview], _generation: str, _ids: Sequence[str], _rank: int) -> None:
         """Does nothing: the format has only the raw bytes."""
 
     def check(
-        self,
-        slots: Sequence[memoryview],
-        generation: str,  # noqa: ARG002 - nothing to compare with
-        ids: Sequence[str],  # noqa: ARG002
-        rank: int,  # noqa: ARG002
+        self, slots: Sequence[memoryview], _generation: str, _ids: Sequence[str], _rank: int
     ) -> list[Damage | None]:
         """Finds no damage: storage has checked the lengths, and there is nothing else to check."""
         return [None] * len(slots)
@@ -488,6 +430,9 @@ class RawPlanes(ObjectFormat):
 
     def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
         raise InvariantError(f"planes of rank {rank} have no footers: {len(ids)} blocks of generation {generation!r}")
+
+
+ObjectFormat = SealedBlocks | RawPlanes
 
 
 def object_format(storage: StorageSection, layout: BlockLayout) -> ObjectFormat:

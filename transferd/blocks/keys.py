@@ -21,11 +21,11 @@ feed the same bytes to the hash. Any change to this needs a new version text, an
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import re
 import struct
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -132,9 +132,6 @@ def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> in
     return operator.index(value)
 
 
-REMEMBERED_PATHS = 32  # a match, then every rank of the task, then the KV events use the same path
-
-
 class PathKeys:
     """The chained keys (`keys.block_keys`) of a path's full blocks. An incomplete last block gets no key.
 
@@ -143,18 +140,14 @@ class PathKeys:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._paths: OrderedDict[tuple[TokenIds, str], list[str]] = OrderedDict()
 
     def keys(self, path: TokenIds, start: int = 0, count: int | None = None, salt: str = "") -> list[str]:
         """The keys of `count` full blocks from block `start` on; without `count`, of all that follow."""
-        keys = self._paths.get((path, salt))
-        if keys is None:
-            keys = self._paths[path, salt] = path_keys(path, self.block_size, salt)
-            if len(self._paths) > REMEMBERED_PATHS:
-                self._paths.popitem(last=False)
+        keys = path_keys(path, self.block_size, salt)
         return keys[start:] if count is None else keys[start : start + count]
 
 
+@functools.lru_cache(maxsize=32)  # a match, then every rank of the task, then the KV events use the same path
 def path_keys(path: TokenIds, block_size: int, salt: str = "") -> list[str]:
-    """The keys of a path's full blocks. salt: "" for none."""
+    """The keys of a path's full blocks; do not change the list. salt: "" for none."""
     return block_keys(path, block_size, [(f"salt {salt}", 0, 1)] if salt else None, partial=False)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.cache import CacheCalls
-from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup
+from transferd.client.calls import CONTROL_TIMEOUT_S
 from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
 from transferd.client.pending import PendingTask, TaskFuture, after_waiting, keys_list, seconds_of, seconds_to_wait
@@ -74,8 +74,6 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
 
-    store, cache = CallGroup(StoreCalls), CallGroup(CacheCalls)
-    control, reports = CallGroup(ControlCalls), CallGroup(ReportCalls)
     _dropped = True  # stays True if __init__ raises
 
     def __init__(
@@ -139,7 +137,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
 
     @property
     def identity(self) -> wire.Identity | None:
-        """Which engine the daemon serves to this client: model, layout, place. None: none now, or a daemon too old.
+        """Which engine the daemon serves to this client: model, layout, place. None: there is none now.
 
         Once the client has used the engine, it refuses the calls that another one would spoil (`identity_mismatch`).
         """
@@ -429,8 +427,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
         of an engine of one rank. Such pins end with the daemon. An engine that may pin no more is told all the same.
         """
-        answer = await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout)
-        return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release
+        return convert(await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout), Leased)
 
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""

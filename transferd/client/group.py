@@ -17,11 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup, Calls
+from transferd.client.calls import CONTROL_TIMEOUT_S
 from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
-from transferd.config import DEFAULT_ENGINE
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, convert
@@ -36,22 +35,9 @@ from transferd.tasks import (
     TaskResult,
 )
 from transferd.wire import protocol as wire
-from transferd.wire.protocol import Identity
 from transferd.wire.transport import ClientTransport
 
 T = TypeVar("T")
-
-# What a Client has and a GroupClient has not, and why. `clients` has a Client for each node.
-_OF_ONE_NODE = "it is about one node: use `clients`"
-_OWN_RANKS = "a node's ranks and their memory are its own: use `clients`"
-NOT_OF_GROUPS = {
-    **dict.fromkeys(("boot_id", "identity", "pd_address", "ping"), _OF_ONE_NODE),
-    **dict.fromkeys(("explain", "why", "tasks", "record", "restart_check", "count_not_stored"), _OF_ONE_NODE),
-    **dict.fromkeys(("register", "unregister", "offer", "attach", "detach", "outdated", "lease"), _OWN_RANKS),
-    **dict.fromkeys(("device_handle", "timelines", "reattach"), _OWN_RANKS),
-    "clients": "here it is the list of the nodes' clients; what they report is about one node",
-    **dict.fromkeys(("dropped", "unusable", "used", "retried", "withdraw"), "for the client's own parts"),
-}
 
 
 def _added(answers: Sequence[Any]) -> Any:
@@ -68,9 +54,7 @@ def _one(values: Sequence[Any]) -> Any:
 
 
 def _fewest(answers: Sequence[Any]) -> Any:
-    """The least of each figure. A daemon of an earlier release answers a pin with one figure alone."""
-    if not all(isinstance(answer, dict) for answer in answers):
-        return min(answer["pinned"] if isinstance(answer, dict) else answer for answer in answers)
+    """The least of each figure."""
     return {name: min(answer.get(name, 0) for answer in answers) for name in answers[0]}
 
 
@@ -97,83 +81,7 @@ TOGETHER: dict[type[wire.ControlRequest], Callable[[list[Any]], Any]] = {
 ALIKE = ("model", "fingerprint")
 
 
-class _Nodes(Calls):
-    """The clients of a group's nodes, in the order of their ranks."""
-
-    clients: list[Client]
-
-    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
-        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
-        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
-        good: list[T] = []
-        for client, answer in zip(self.clients, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise _named(client, answer)
-            good.append(answer)
-        return good
-
-
-class GroupCacheCalls(_Nodes):
-    """The memory of the group's ranks: to clear it and to restore it. `clients` map and offer it."""
-
-    async def clear_cache(self, *, keep_host: bool = False) -> None:
-        """Free the memory of the cache on every node. See Client.clear_cache."""
-        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
-
-    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
-        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
-        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
-
-
-class GroupControlCalls(_Nodes):
-    """The group's pauses, and the generation of its weights."""
-
-    @property
-    def token(self) -> str:
-        """The engine's token, the same on every node; "" for none."""
-        return self.clients[0].token
-
-    async def pause(self) -> None:
-        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
-        try:
-            await self._on_all(lambda client: client.pause())
-        except TransferError:
-            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
-            raise
-
-    async def resume(self) -> None:
-        """End this group's pause on every node."""
-        await self._on_all(lambda client: client.resume())
-
-    async def set_generation(self, generation: str) -> None:
-        """Use this weight version on every node from now on.
-
-        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
-        their ranks would move blocks of different weights.
-        """
-        await self._on_all(lambda client: client.set_generation(generation))
-
-    async def drain(self) -> None:
-        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
-        await self._on_all(lambda client: client.drain())
-
-
-class GroupReportCalls(_Nodes):
-    """What the nodes report."""
-
-    _ranks: list[range]
-
-    async def stats(self) -> dict[str, Any]:
-        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
-        reports = await self._on_all(lambda client: client.stats())
-        return {
-            "ready": all(client.connected for client in self.clients),
-            "ranks": [len(ranks) for ranks in self._ranks],
-            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
-        }
-
-
-class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCalls):
+class GroupClient(StoreCalls):
     """One client of all nodes of a group, in the order of their ranks.
 
     endpoints: one per node.
@@ -181,12 +89,10 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     transports: replace the default sockets, one per node, for example to use CURVE keys.
     connect_timeout, await_ready, name: see Client.
 
-    Use `clients`, one per node, to attach or offer the memory of their ranks. Errors of control requests name the node.
-    Like a Client, a GroupClient belongs to one event loop.
+    Use `clients`, one per node, for what a group has not: a node's ranks and their memory are its own (register,
+    attach, offer, lease, …), and reports of one task, block or daemon are about one node (explain, why, tasks, ping,
+    boot_id, …). Errors of control requests name the node. Like a Client, a GroupClient belongs to one event loop.
     """
-
-    store, cache = CallGroup(StoreCalls), CallGroup(GroupCacheCalls)
-    control, reports = CallGroup(GroupControlCalls), CallGroup(GroupReportCalls)
 
     def __init__(
         self,
@@ -261,9 +167,11 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
 
         From then on each client compares its node at every new life (client/identity.py).
         """
-        engines = [client.identity or await self._reported(client) for client in self.clients]
-        first, ranks = engines[0], list[range]()
-        for client, one in zip(self.clients, engines, strict=True):
+        first, ranks = self.clients[0].identity, list[range]()
+        for client in self.clients:
+            one = client.identity
+            if one is None:
+                raise RequestError(f"{client.endpoint}: it serves no such engine now", code=MISMATCH)
             start = ranks[-1].stop if ranks else 0
             if one.first_rank != start:
                 what = f"its first rank is {one.first_rank}; in this order of nodes it must be {start}"
@@ -274,21 +182,9 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
                     there = f"{client.endpoint}: its {what} is {said!r}, that of {self.clients[0].endpoint} "
                     raise RequestError(f"{there}is {wanted!r}", code=MISMATCH)
             ranks.append(range(start, start + one.ranks))
-        for client, one in zip(self.clients, engines, strict=True):
-            client.used(one)
+        for client in self.clients:
+            client.used(client.identity)
         self._ranks = ranks
-
-    async def _reported(self, client: Client) -> Identity:
-        """The engine of a daemon whose Welcome does not name it: an older one."""
-        name = self.engine or DEFAULT_ENGINE
-        try:
-            found: dict[str, Any] = (await client.stats())["engines"][name]
-            layout = found["fingerprint"]
-            layout = layout["digest"] if isinstance(layout, dict) else layout
-            return Identity(found["model"], layout, found["first_rank"], found["ranks"], found.get("group_ranks", 0))
-        except KeyError:
-            what = f"{client.endpoint}: this daemon is too old for groups, or has no engine {name!r}"
-            raise RequestError(what, code=MISMATCH) from None
 
     # --- tasks --------------------------------------------------------------------------------------
 
@@ -423,6 +319,62 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         return [NodeResult(endpoint, ranks, result) for endpoint, ranks, result in each]
 
     # --- control ------------------------------------------------------------------------------------
+
+    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
+        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
+        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
+        good: list[T] = []
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise _named(client, answer)
+            good.append(answer)
+        return good
+
+    async def clear_cache(self, *, keep_host: bool = False) -> None:
+        """Free the memory of the cache on every node. See Client.clear_cache."""
+        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
+
+    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
+        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
+        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
+
+    @property
+    def token(self) -> str:
+        """The engine's token, the same on every node; "" for none."""
+        return self.clients[0].token
+
+    async def pause(self) -> None:
+        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
+        try:
+            await self._on_all(lambda client: client.pause())
+        except TransferError:
+            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """End this group's pause on every node."""
+        await self._on_all(lambda client: client.resume())
+
+    async def set_generation(self, generation: str) -> None:
+        """Use this weight version on every node from now on.
+
+        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
+        their ranks would move blocks of different weights.
+        """
+        await self._on_all(lambda client: client.set_generation(generation))
+
+    async def drain(self) -> None:
+        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
+        await self._on_all(lambda client: client.drain())
+
+    async def stats(self) -> dict[str, Any]:
+        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
+        reports = await self._on_all(lambda client: client.stats())
+        return {
+            "ready": all(client.connected for client in self.clients),
+            "ranks": [len(ranks) for ranks in self._ranks],
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
+        }
 
     async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         began = self._clock.monotonic()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from transferd.errors import InvariantError
 from transferd.runtime.compat import StrEnum
 
 HEARTBEAT_S = 1.0
@@ -32,48 +31,9 @@ class Presence(StrEnum):
 
     CLOSED = "closed"  # we are not connected
     SEEKING = "seeking"  # we sent Hello and have no answer yet
-    PRESENT = "present"
-    DOUBTED = "doubted"  # it was silent for too long at the last look
-    LOST = "lost"  # it was still silent at the next look
-
-
-class Sign(StrEnum):
-    """The events that change `Presence`."""
-
-    OPENED = "opened"
-    HEARD = "heard"  # any message, or a Welcome that answers an old Hello
-    WELCOMED = "welcomed"  # the newest Welcome so far
-    SILENT = "silent"  # SILENCE_S after an unanswered Hello
-    CLOSED = "closed"
-
-
-TRANSITIONS: dict[Presence, dict[Sign, Presence]] = {
-    Presence.CLOSED: {Sign.OPENED: Presence.SEEKING},
-    Presence.SEEKING: {
-        Sign.HEARD: Presence.SEEKING,
-        Sign.WELCOMED: Presence.PRESENT,
-        Sign.SILENT: Presence.DOUBTED,
-        Sign.CLOSED: Presence.CLOSED,
-    },
-    Presence.PRESENT: {
-        Sign.HEARD: Presence.PRESENT,
-        Sign.WELCOMED: Presence.PRESENT,
-        Sign.SILENT: Presence.DOUBTED,
-        Sign.CLOSED: Presence.CLOSED,
-    },
-    Presence.DOUBTED: {
-        Sign.HEARD: Presence.PRESENT,
-        Sign.WELCOMED: Presence.PRESENT,
-        Sign.SILENT: Presence.LOST,
-        Sign.CLOSED: Presence.CLOSED,
-    },
-    Presence.LOST: {
-        Sign.HEARD: Presence.LOST,
-        Sign.WELCOMED: Presence.PRESENT,
-        Sign.SILENT: Presence.LOST,
-        Sign.CLOSED: Presence.CLOSED,
-    },
-}
+    PRESENT = "present"  # a Welcome has come
+    DOUBTED = "doubted"  # it was silent for too long at the last look; any message makes it present
+    LOST = "lost"  # it was still silent at the next look; only a Welcome makes it present
 
 
 class Heartbeat:
@@ -107,11 +67,11 @@ class Heartbeat:
         return self._hello > self._welcomed
 
     def opened(self) -> None:
-        self._move(Sign.OPENED)
+        self._become(Presence.SEEKING)
         self._reset()
 
     def closed(self) -> None:
-        self._move(Sign.CLOSED)
+        self._become(Presence.CLOSED)
 
     def said_hello(self, number: int, now: float) -> None:
         self._hello = number
@@ -120,7 +80,8 @@ class Heartbeat:
 
     def heard(self) -> None:
         """Note that any message arrived."""
-        self._move(Sign.HEARD)
+        if self.presence is Presence.DOUBTED:
+            self._become(Presence.PRESENT)
         self.asked_at = None
 
     def welcomed(self, number: int) -> bool:
@@ -128,7 +89,7 @@ class Heartbeat:
         if number <= self._welcomed:
             return False
         self._welcomed = number
-        self._move(Sign.WELCOMED)
+        self._become(Presence.PRESENT)
         return True
 
     def look(self, now: float, wants_machine: Callable[[], bool] = lambda: False) -> Presence | None:
@@ -139,9 +100,10 @@ class Heartbeat:
         before = self.presence
         silent_s = 0.0 if self.asked_at is None else now - self.asked_at
         slow = before is Presence.DOUBTED and silent_s < SLOW_S and wants_machine()
-        if silent_s >= SILENCE_S - TIMER_RESOLUTION_S and not slow:
-            self._move(Sign.SILENT)
-        return self.presence if self.presence is not before else None
+        if slow or before is Presence.LOST or silent_s < SILENCE_S - TIMER_RESOLUTION_S:
+            return None
+        self._become(Presence.LOST if before is Presence.DOUBTED else Presence.DOUBTED)
+        return self.presence
 
     def next_hello(self, now: float, *, ready: bool) -> float:
         """Seconds until the next Hello, or until silence turns into doubt. ready: what the daemon reported last."""
@@ -154,9 +116,6 @@ class Heartbeat:
         asked_at = now if self.asked_at is None else self.asked_at
         return min(HEARTBEAT_S, max(asked_at + SILENCE_S - now, 0.0))
 
-    def _move(self, sign: Sign) -> None:
-        after = TRANSITIONS[self.presence].get(sign)
-        if after is None:
-            raise InvariantError(f"a {self.presence} heartbeat was {sign}")
-        self.presence = after
-        self.open, self.lost = after is not Presence.CLOSED, after is Presence.LOST
+    def _become(self, presence: Presence) -> None:
+        self.presence = presence
+        self.open, self.lost = presence is not Presence.CLOSED, presence is Presence.LOST

@@ -20,7 +20,7 @@ HARMLESS = (
 class Served:
     """The engine that one conversation has used, from `open` to `close`.
 
-    used: what it was; None before the first use, and with an older daemon.
+    used: what it was; None before the first use.
     differs: how the engine that the daemon serves now differs; "" if it does not.
     """
 
@@ -38,7 +38,7 @@ class Served:
             self.used = now
 
     def compare(self, now: wire.Identity | None, in_use: bool) -> str:
-        """Compare the engine of a new Welcome; return how it differs. None: there is none, or the daemon is too old.
+        """Compare the engine of a new Welcome; return how it differs. None: there is none now.
 
         in_use: this client uses its engine, whichever it is.
         """

@@ -15,7 +15,7 @@ from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
 from transferd.tiers.offered import PASSED, inodes_of, own_descriptors, with_inodes
 from transferd.wire import protocol as wire
-from transferd.wire.canary import CHECKED, KEY, digest
+from transferd.wire.canary import KEY, digest
 from transferd.wire.passing import pass_descriptors
 
 if TYPE_CHECKING:
@@ -87,9 +87,6 @@ class Offers:
         self._made: dict[int, _KeptOffer] = {}
         self._repeating: dict[int, Repeating] = {}
 
-    def __len__(self) -> int:
-        return len(self._made)
-
     async def make(
         self,
         rank: int,
@@ -105,19 +102,13 @@ class Offers:
         known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
         if not known:
             self._made.pop(rank, None)  # an earlier one must not be repeated meanwhile
-        if caches is None or known or not await self._taken(offer, session, caches, block):
-            await self._ask(offer.said(session, self._endpoint), self._timeout)
+        if caches is not None and not known:
+            with laid(caches, block) as canary:
+                checked = replace(offer, data=data | {KEY: canary})
+                await self._ask(checked.said(session, self._endpoint), self._timeout)
+        await self._ask(offer.said(session, self._endpoint), self._timeout)
         self._made[rank] = offer
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
-
-    async def _taken(
-        self, offer: _KeptOffer, session: wire.Welcome, caches: Mapping[str, Sequence[Any]], block: int | None
-    ) -> bool:
-        """Let the daemon check a canary. Returns True for an old daemon, which ignores canaries and takes the offer."""
-        with laid(caches, block) as canary:
-            asking = replace(offer, data=offer.data | {KEY: canary}).said(session, self._endpoint)
-            answer = await self._ask(asking, self._timeout)
-        return bool(answer != CHECKED)
 
     def keep(self, epoch: int) -> None:
         """Drop the offers of other epochs: this client has cleared or restored the cache."""

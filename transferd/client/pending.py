@@ -196,9 +196,6 @@ class Outstanding:
         self._pushes: dict[str, dict[int, PendingTask]] = {}  # by task_id, then by seq
         self.get = self._by_seq.get
 
-    def __len__(self) -> int:
-        return len(self._by_seq)
-
     def __contains__(self, seq: int) -> bool:
         return seq in self._by_seq
 
@@ -207,9 +204,6 @@ class Outstanding:
 
     def items(self) -> list[tuple[int, Pending]]:
         return list(self._by_seq.items())
-
-    def values(self) -> list[Pending]:
-        return list(self._by_seq.values())
 
     def pushes(self, task_id: str) -> list[PendingTask]:
         """The pushes of this id."""

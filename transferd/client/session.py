@@ -70,9 +70,6 @@ UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone s
 NO_SESSION = wire.Welcome(boot_id="", ready=False, version="", generation="", max_message=sys.maxsize)
 
 
-TOO_OLD = "this daemon is too old to register engines; update it, or name no engine"
-
-
 class Conversation:
     """Changed by its own callbacks and by `ask`, all on one loop. Owns the transport from `open` to `close`.
 
@@ -129,11 +126,6 @@ class Conversation:
     @property
     def _answered(self) -> bool:
         return self.is_open and not self._heart.lost and self.session is not NO_SESSION
-
-    @property
-    def many(self) -> int:
-        """How many task ids one question to the daemon that answers may have."""
-        return self.session.many
 
     @property
     def present(self) -> str:
@@ -280,7 +272,7 @@ class Conversation:
 
     def _cancel_all(self) -> None:
         cancels, self._cancels = list(self._cancels), {}
-        most = self.many or 1
+        most = max(self.session.many, 1)
         for start in range(0, len(cancels) if self.is_open else 0, most):
             task_id, *more = cancels[start : start + most]
             self.ask(Pending(wire.Cancel(task_id, more), self.new_future(), self.now + CANCEL_S))
@@ -324,17 +316,10 @@ class Conversation:
         if self._heart.lost:
             pending.fail(DaemonLost(f"{self.endpoint}: no daemon answers"))
             return seq
-        payload = self._encode(seq, pending)
-        if payload is None:
-            return seq
         self._pending.add(seq, pending)
-        if self._unsent or self.session is NO_SESSION:
-            self._unsent.append(seq)
-        elif self._transport.send(payload):
-            pending.push = self.settling.push
-        else:
-            self._unsent.append(seq)
-            self._send_soon()
+        self._unsent.append(seq)
+        if len(self._unsent) == 1:  # else what was asked before waits as well
+            self._send_waiting()
         return seq
 
     def repeat(
@@ -394,9 +379,6 @@ class Conversation:
 
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
-        if self.session.why == TOO_OLD:
-            self._reject(pending, RequestError(f"{self.endpoint}: {TOO_OLD}", code="unknown_engine"))
-            return None
         if self.served.spoils(pending.body):
             self._reject(pending, self._another_engine())
             return None
@@ -498,8 +480,6 @@ class Conversation:
             return
         if was_lost:  # the next beat is scheduled for a lost daemon
             self._beat_in(FIRST_HELLO_S)
-        if self.engine and welcome.engine != self.engine:
-            welcome = msgspec.structs.replace(welcome, ready=False, why=TOO_OLD, epoch=0)
         if self.served.compare(welcome.identity, self.weights.used):
             what = "this daemon now serves another engine than the one that this client has used"
             why = f"{what}: {self.served.differs}; start it as it was, or connect anew"
@@ -581,20 +561,20 @@ class Conversation:
 
     def _end_spoiled(self) -> None:
         """End the requests that would be carried out, or are, for another engine."""
+        error = self._another_engine()
         for seq, pending in self._pending.items():
-            if not self.served.spoils(pending.body):
-                continue
-            self._pending.pop(seq)
-            if isinstance(pending, PendingTask) and pending.push is not None:
-                self.post(wire.Cancel(pending.body.task_id))
-            error = self._another_engine()
-            pending.fail(error if pending.push is None else TransferError(str(error), code=MISMATCH))
+            if self.served.spoils(pending.body):
+                self._end(seq, pending, error if pending.push is None else TransferError(str(error), code=MISMATCH))
 
     def _end_overdue(self, now: float) -> None:
         for seq, pending in self._pending.items():
-            if pending.deadline >= now:
-                continue
-            self._pending.pop(seq)
-            if isinstance(pending, PendingTask):
-                self.post(wire.Cancel(pending.body.task_id))
-            pending.fail(TransferError("the daemon is alive but did not answer in time", code="no_answer"))
+            if pending.deadline < now:
+                what = "the daemon is alive but did not answer in time"
+                self._end(seq, pending, TransferError(what, code="no_answer"))
+
+    def _end(self, seq: int, pending: Pending, error: TransferError) -> None:
+        """End a request that the daemon may still carry out."""
+        self._pending.pop(seq)
+        if isinstance(pending, PendingTask) and pending.push is not None:
+            self.post(wire.Cancel(pending.body.task_id))
+        pending.fail(error)

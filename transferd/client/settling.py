@@ -5,7 +5,7 @@ says so in nearly all of its results. If the client ends a task itself (`daemon_
 was left behind at a deadline, that is not known: a suspended daemon continues with the task when it wakes up. Three
 things make it known (docs/adr/0069):
 
-* the daemon's process has ended (its pidfd is readable; a process in another PID namespace cannot be seen);
+* the daemon's process has ended (its pidfd says so; a process in another PID namespace cannot be seen);
 * another daemon answers at the endpoint (another boot_id), unless the first one is seen to live on beside it;
 * the same daemon answers, and confirms it (`wire.Settled`).
 
@@ -21,13 +21,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from transferd.errors import RequestError, TransferError
+from transferd.errors import TransferError
 from transferd.tiers.owner import WatchedProcess
 from transferd.wire import protocol as wire
 
@@ -38,32 +37,22 @@ MOST_ASKED = 32  # questions under way: the daemon bounds how many of a client's
 LOOK_S = 0.5  # how often we look at what nothing reports, and ask again what the daemon could not answer
 ASK_LIMIT_S = 24 * 3600.0  # for one question: the daemon answers it when it can
 COMPLAIN_S = 10.0  # how often waits are logged
-LOOKED_S = 0.001
 SLICE = 256  # waits that end in one turn of the loop: some 10 ms of it
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class Boot:
     """One daemon, from its first Welcome. over: it can touch no block any more."""
 
-    def __init__(self, boot_id: str, process: WatchedProcess | None) -> None:
-        self._ended, self._looked_at = False, -math.inf
-        self.boot_id = boot_id
-        self.process = process
-        self.replaced = False  # another daemon has answered since
-        self.forgotten = False  # more of its tasks were given up than are kept
-        self.cannot_say = False  # it is too old to know the question
+    boot_id: str
+    process: WatchedProcess | None
+    replaced: bool = False  # another daemon has answered since
+    forgotten: bool = False  # more of its tasks were given up than are kept
 
     @property
     def over(self) -> bool:
-        return self.replaced or self._process_ended
-
-    @property
-    def _process_ended(self) -> bool:
-        """As it was at most LOOKED_S ago: ten thousand tasks may ask in one turn of the loop."""
-        if not self._ended and self.process is not None and (now := time.monotonic()) >= self._looked_at + LOOKED_S:
-            self._ended, self._looked_at = self.process.ended, now
-        return self._ended
+        return self.replaced or (self.process is not None and self.process.ended)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +67,7 @@ class Asks(Protocol):
     """The conversation, as far as this module needs it."""
 
     endpoint: str
+    session: wire.Welcome  # the newest one; many: how many task ids one question may have
 
     @property
     def now(self) -> float: ...
@@ -85,11 +75,6 @@ class Asks(Protocol):
     @property
     def present(self) -> str:
         """The boot_id of the daemon that answers now; "" for none."""
-        ...
-
-    @property
-    def many(self) -> int:
-        """How many task ids one question to that daemon may have."""
         ...
 
     async def request(self, body: wire.ControlRequest, timeout: float) -> Any: ...
@@ -111,7 +96,6 @@ class Settling:
         self._questions: set[asyncio.Task[None]] = set()  # under way
         self._asking: asyncio.Handle | None = None
         self._looking: asyncio.TimerHandle | None = None
-        self._watched: dict[int, asyncio.AbstractEventLoop] = {}  # pidfds, and the loops that watch them
         self._complain_at = 0.0
         self._told_at = -math.inf  # of tasks that nobody waits for any more
 
@@ -216,11 +200,11 @@ class Settling:
 
     def _ask_all(self) -> None:
         self._asking = None
-        present, most = self._conversation.present, max(self._conversation.many, 1)
+        present, most = self._conversation.present, max(self._conversation.session.many, 1)
         by_session: dict[int, list[tuple[str, Push]]] = {}
         for task_id in self._unasked:
             given = self._tasks.get(task_id)  # not of a forgotten one: its session is not known
-            if given is not None and given.boot.boot_id == present and not given.boot.cannot_say:
+            if given is not None and given.boot.boot_id == present:
                 by_session.setdefault(given.session, []).append((task_id, given))
         for session, tasks in by_session.items():
             for start in range(0, len(tasks), most):
@@ -239,8 +223,6 @@ class Settling:
         try:
             said = await self._conversation.request(wire.Settled(task_id, session, more), ASK_LIMIT_S)
             self._settle(tasks, (task_id,) if said is True else said if isinstance(said, list) else ())
-        except RequestError:  # an older daemon, which does not know the question
-            tasks[task_id].boot.cannot_say = True
         except TransferError:  # lost again, closed, stopping, or too many ask
             again = False  # `_look` does
         finally:
@@ -263,14 +245,9 @@ class Settling:
     # --- looking ------------------------------------------------------------------------------------
 
     def _look_later(self) -> None:
-        loop = asyncio.get_running_loop()
         if self._looking is None:
             self._complain_at = self._conversation.now + COMPLAIN_S
-            self._looking = loop.call_later(LOOK_S, self._look)
-        for boot in self._boots if not self._watched else ():
-            if boot.process is not None and (fd := boot.process.fd) >= 0 and not boot.over:
-                self._watched[fd] = loop
-                loop.add_reader(fd, self._wake_known)
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _look(self) -> None:
         self._looking = None
@@ -292,20 +269,12 @@ class Settling:
             if given is None or over.get(given.boot, True):
                 known.append(task_id)
         in_slices(known, self._wake)
-        self._unwatch([fd for boot, ended in over.items() if ended and boot.process for fd in [boot.process.fd]])
 
     def _rest(self) -> None:
         """Nobody waits any more."""
         if self._looking is not None:
             self._looking.cancel()
             self._looking = None
-        self._unwatch(list(self._watched))
-
-    def _unwatch(self, fds: Iterable[int]) -> None:
-        for fd in fds:
-            loop = self._watched.pop(fd, None)
-            if loop is not None and not loop.is_closed():
-                loop.remove_reader(fd)
 
     def _forgotten(self) -> Push | None:
         """A stand-in for a task that is not kept; None if no such task was forgotten."""

@@ -14,14 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from transferd.client.blocking import (
-    BlockingCache,
-    BlockingClient,
-    BlockingControl,
-    BlockingReports,
-    BlockingStore,
-)
-from transferd.client.calls import CallGroup
+from transferd.client.blocking import BlockingClient
 from transferd.client.client import Client
 from transferd.client.store import QUESTION_TIMEOUT_S
 from transferd.errors import NoThreads, RequestError
@@ -46,8 +39,6 @@ class SyncClient(BlockingClient):
     its thread ends.
     """
 
-    store, cache = CallGroup(BlockingStore), CallGroup(BlockingCache)
-    control, reports = CallGroup(BlockingControl), CallGroup(BlockingReports)
     _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
 
     def __init__(
@@ -203,11 +194,9 @@ class SyncClient(BlockingClient):
         thread are pushed in the order of its calls.
         Cancelling the future cancels the task and does not wait: call `settled` for that. Raises Closed.
         """
-        future = self._begin(
+        return self._begin(
             self._client.insist(task, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
         )
-        self._given.add(future)
-        return future
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""
@@ -227,18 +216,13 @@ class SyncClient(BlockingClient):
 
     def start_match(self, keys: Sequence[str], *, timeout: float = QUESTION_TIMEOUT_S) -> Future[int]:
         """Ask like `match`, and return at once. Cancelling the future gives the question up. Raises Closed."""
-        return self._question(self._client.match(keys, timeout=timeout))
+        return self._begin(self._client.match(keys, timeout=timeout))
 
     def start_exists(
         self, keys: Sequence[str], *, use: bool = True, timeout: float = QUESTION_TIMEOUT_S
     ) -> Future[list[bool]]:
         """Ask like `exists`, and return at once. Cancelling the future gives the question up. Raises Closed."""
-        return self._question(self._client.exists(keys, use=use, timeout=timeout))
-
-    def _question(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
-        future = self._begin(asked)
-        self._given.add(future)
-        return future
+        return self._begin(self._client.exists(keys, use=use, timeout=timeout))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         try:
@@ -261,6 +245,7 @@ class SyncClient(BlockingClient):
             with self._entry:
                 if self._loop is not None:
                     future = asyncio.run_coroutine_threadsafe(work, self._loop)
+                    self._given.add(future)
                     self._loop.call_soon_threadsafe(turns.release)  # once `work` has begun
                     return future
         work.close()

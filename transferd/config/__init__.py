@@ -12,64 +12,27 @@ one line that names the key and the value; nothing is guessed or clamped.
     loading.py   how the sources become one value
 """
 
-from transferd.config.environment import (
-    FASTDEPLOY_VARIABLES,
-)
-from transferd.config.loading import (
-    PERSONAL,
-    from_tree,
-    load,
-    origins,
-    outdated,
-    to_tree,
-)
+from transferd.config.loading import PERSONAL, from_tree, load, origins, outdated, to_tree
 from transferd.config.sections import (
     DEFAULT_ENGINE,
-    AttentionStoreSection,
     CacheSection,
     Config,
-    CurveSection,
-    EventsSection,
     FileStorageSection,
-    HostSection,
     LevelSection,
-    LogSection,
-    MemoryStorageSection,
-    MetricsSection,
     MooncakeStorageSection,
-    ObjectStorageSection,
-    PdSection,
-    PeerSection,
-    RecorderSection,
     ServerSection,
     StorageSection,
 )
-from transferd.config.size import (
-    Reserve,
-    Size,
-)
+from transferd.config.size import Size
 
 __all__ = [
     "DEFAULT_ENGINE",
-    "FASTDEPLOY_VARIABLES",
     "PERSONAL",
-    "AttentionStoreSection",
     "CacheSection",
     "Config",
-    "CurveSection",
-    "EventsSection",
     "FileStorageSection",
-    "HostSection",
     "LevelSection",
-    "LogSection",
-    "MemoryStorageSection",
-    "MetricsSection",
     "MooncakeStorageSection",
-    "ObjectStorageSection",
-    "PdSection",
-    "PeerSection",
-    "RecorderSection",
-    "Reserve",
     "ServerSection",
     "Size",
     "StorageSection",

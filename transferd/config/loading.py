@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import os
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from transferd.config import personal
-from transferd.config.environment import fold, read_text
+from transferd.config.environment import fold, read_file
 from transferd.config.rules import check
-from transferd.config.sections import Config, LevelSection
-from transferd.config.size import Capacities, Reserve, Size
+from transferd.config.sections import Config
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError
 from transferd.runtime.compat import convert, tomllib
 
@@ -44,7 +44,6 @@ TUNING = {
     *("storage.attention_store.total_timeout", "storage.attention_store.ready_timeout"),
     *("events.buffer", "events.buffer_bytes", "events.max_blocks"),
 }
-MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 
 
 def load(
@@ -130,17 +129,14 @@ def _sourced(sources: dict[str, str], key: str, source: str) -> None:
 def _read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A TOML file as plain data. Raises ConfigError."""
     try:
-        text = read_text(path, LONGEST_FILE)
-    except OSError as error:
-        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), f"is not TOML: {error}") from error
-    except ValueError as error:
-        raise ConfigError(str(path), f"cannot be read: {error}") from error
-    for line in text.splitlines():
-        if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
-            raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
+        data = read_file(path, LONGEST_FILE)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(path), f"cannot be read: {getattr(error, 'strerror', error)}") from error
     try:
+        text = data.decode()
+        for line in text.splitlines():
+            if line.count(".") > MOST_DOTS and not line.lstrip().startswith("#"):
+                raise ConfigError(str(path), f"has a line with more than {MOST_DOTS} dots", f"{line[:40]}…")
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(str(path), f"is not TOML: {error}") from error
@@ -166,15 +162,15 @@ TAKES_EFFECT = {
 
 def takes_effect(key: str) -> bool:
     """Whether a setting can change while the daemon runs (daemon/reload.py)."""
-    level = re.fullmatch(r"storage\.level\..+\.(\w+)", key := key.removeprefix("tuning."))
-    return key in TAKES_EFFECT or (level is not None and level[1] in LevelSection.__struct_fields__)
+    key = key.removeprefix("tuning.")
+    return key in TAKES_EFFECT or key.startswith("storage.level.")
 
 
 def from_tree(tree: Mapping[str, Any]) -> Config:
     """Convert plain data to a checked Config. Raises ConfigError."""
     tree = _settled(tree)
     try:
-        config = convert(tree, Config, dec_hook=_decode_size)
+        config = convert(tree, Config, dec_hook=_parsed)
     except msgspec.ValidationError as error:
         raise _as_config_error(tree, error) from None
     check(config)
@@ -228,17 +224,9 @@ def _plain(value: Any) -> Any:
     return value.as_plain() if isinstance(value, Capacities) else str(value)
 
 
-def _decode_size(kind: type, value: Any) -> Any:
-    if kind in (Size, Capacities):
-        size = kind.parse(value)
-        if size > MOST_BYTES:
-            raise ValueError("expected a size of at most 1EiB")
-        return size
-    if kind is Reserve:
-        reserve = Reserve.parse(value)
-        _decode_size(Size, reserve.nbytes or 0)
-        return reserve
-    raise NotImplementedError(kind)
+def _parsed(kind: Any, value: Any) -> Any:
+    """A Size, a Reserve or Capacities."""
+    return kind.parse(value)
 
 
 def _put(tree: dict[str, Any], keys: list[str], value: Any) -> None:
@@ -264,7 +252,7 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
     unknown = re.fullmatch(r"Object contains unknown field `(.+)`", text)
     if unknown is not None:
         key = f"{path}.{unknown[1]}" if path else unknown[1]
-        meant = difflib.get_close_matches(unknown[1], _possible_keys(path), 1)
+        meant = difflib.get_close_matches(unknown[1], _type_at(path).__struct_fields__, 1)
         return ConfigError(key, f"unknown key; did you mean {meant[0]}?" if meant else "unknown key", _at(tree, key))
     if text.startswith("Invalid enum value"):
         text = f"expected one of {', '.join(_choices(path))}"
@@ -275,25 +263,23 @@ def _as_config_error(tree: Mapping[str, Any], error: msgspec.ValidationError) ->
 def _choices(path: str) -> list[str]:
     """The possible values of a setting that has only a few."""
     kind = _type_at(path)
-    alternatives = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
-    return [str(v) for one in alternatives if isinstance(one, msgspec.inspect.LiteralType) for v in one.values]
+    literals = [one for one in (kind, *typing.get_args(kind)) if typing.get_origin(one) is typing.Literal]
+    return sorted(str(value) for one in literals for value in typing.get_args(one))
 
 
-def _possible_keys(path: str) -> list[str]:
-    """The keys of a section."""
-    return [field.encode_name for field in getattr(_type_at(path), "fields", ())]
-
-
-@functools.cache
 def _type_at(path: str) -> Any:
-    kind: Any = msgspec.inspect.type_info(Config)
-    for name, bracket in re.findall(r"(\w+)(\[)?", path):  # `peers[...]`: sections that have names of their own
-        kind = next(field.type for field in kind.fields if field.encode_name == name)
-        if bracket:
-            kind = kind.value_type if isinstance(kind, msgspec.inspect.DictType) else kind.item_type
-        if isinstance(kind, msgspec.inspect.UnionType):  # a section that may be absent
-            kind = next((one for one in kind.types if isinstance(one, msgspec.inspect.StructType)), kind)
+    """The type of a section or a setting."""
+    kind: Any = Config
+    for name in re.findall(r"(\w+)(?:\[\S*\])?", path):  # `peers[...]`: sections that have names of their own
+        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+        kind = section_in(kind) or kind
     return kind
+
+
+def section_in(kind: Any) -> Any:
+    """The section that a field of this type holds, optional or not; None if the field is a setting."""
+    options = typing.get_args(kind) or (kind,)
+    return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
 
 
 def _at(tree: Any, path: str) -> Any:

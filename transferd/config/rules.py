@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 
@@ -18,12 +17,11 @@ from transferd.config.sections import (
     StorageSection,
 )
 from transferd.errors import ConfigError
-from transferd.runtime.address import LONGEST_SOCKET_PATH
+from transferd.runtime.address import LONGEST_SOCKET_PATH, host_and_port, is_loopback
 
 # Clients send Hello once a second (client/heartbeat.py): one late or lost Hello must not end a client.
 LEAST_CLIENT_TIMEOUT_S = 2.5
 MOST_MESSAGE = 1024**3  # the transport takes twice as much before it cuts a connection, and counts in 31 bits
-_PORT = re.compile(r".+:(\d{1,5})")
 _UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-F]{12}")
 
 
@@ -38,7 +36,9 @@ def check(config: Config) -> None:
         raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
     names.MODEL.check("storage.model", config.storage.model)
     names.GENERATION.check("storage.generation", config.storage.generation)
-    _check_events(config.events)
+    if config.events.replay_endpoint and not config.events.endpoint:
+        raise ConfigError("events.replay_endpoint", "requires events.endpoint", config.events.replay_endpoint)
+    _check_event_endpoints("events", config.events)
     for name, peer in config.storage.attention_store.peers.items():
         _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)
     if config.storage.version_file and config.storage.generation:
@@ -147,26 +147,14 @@ def _check_disks(file: FileStorageSection) -> None:
 
 
 def _has_port(address: str) -> bool:
-    match = _PORT.fullmatch(address)
-    return match is not None and int(match[1]) <= 65535
-
-
-def _check_events(events: EventsSection) -> None:
-    if events.replay_endpoint and not events.endpoint:
-        raise ConfigError("events.replay_endpoint", "requires events.endpoint", events.replay_endpoint)
-    _check_event_endpoints("events", events)
+    return host_and_port(address, least=0) is not None
 
 
 def _check_event_endpoints(key: str, section: EventsSection | PeerSection) -> None:
     for name in ("endpoint", "replay_endpoint"):
-        endpoint = getattr(section, name)
-        # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
-        scheme, _, address = endpoint.partition("://")
-        fits = (scheme == "ipc" and address) or (
-            scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address))
-        )
-        if endpoint and not fits:
-            raise ConfigError(f"{key}.{name}", "expected ipc://PATH or tcp://HOST:PORT", endpoint)
+        if endpoint := getattr(section, name):
+            # Routers speak plain ZeroMQ and sit on other machines: no CURVE, and not only loopback.
+            _check_endpoint(f"{key}.{name}", endpoint, anywhere=True)
 
 
 def _check_server(server: ServerSection) -> None:
@@ -182,7 +170,7 @@ def _check_server(server: ServerSection) -> None:
     observers = [server.observer_endpoint] if server.observer_endpoint else []
     for key, endpoints in (("endpoint", server.endpoints), ("observer_endpoint", observers)):
         for endpoint in endpoints:
-            _check_endpoint(f"server.{key}", endpoint, server.curve is not None)
+            _check_endpoint(f"server.{key}", endpoint, anywhere=server.curve is not None)
             if endpoint.startswith("tcp://") and (server.allowed_uids or server.observer_uids):
                 uids = "server.allowed_uids" if server.allowed_uids else "server.observer_uids"
                 what = f"peer uids are not available on tcp://; remove {uids} or use ipc://"
@@ -193,7 +181,8 @@ def _check_server(server: ServerSection) -> None:
             raise ConfigError(f"server.{key}", "expected octal permissions such as '0660'", mode)
 
 
-def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
+def _check_endpoint(key: str, endpoint: str, *, anywhere: bool) -> None:
+    """anywhere: tcp:// not only on loopback."""
     scheme, _, address = endpoint.partition("://")
     if scheme == "ipc" and address:
         # The kernel's own message does not name the path.
@@ -203,17 +192,10 @@ def _check_endpoint(key: str, endpoint: str, curve: bool) -> None:
         return
     if scheme == "tcp" and (_has_port(address) or re.fullmatch(r".+:\*", address)):
         host = address.rpartition(":")[0].strip("[]")
-        if curve or _is_loopback(host):
+        if anywhere or is_loopback(host):
             return
         raise ConfigError(key, "tcp:// beyond loopback requires [server.curve]", endpoint)
     raise ConfigError(key, "expected ipc://PATH or tcp://HOST:PORT", endpoint)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name: it may resolve to another address tomorrow
-        return False
 
 
 def namespace_of(model: str) -> str:

@@ -11,6 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 
+MOST_BYTES = 2**60  # larger sizes do not fit the counters of the kernel and libzmq
 MOST_PERCENT = 90
 
 
@@ -19,7 +20,7 @@ class Size(int):
 
     @classmethod
     def parse(cls, value: int | str) -> Size:
-        """Parse a size of at least 0. Raises ValueError for anything else; its text does not repeat the value."""
+        """Parse a size of 0 to 1EiB. Raises ValueError for anything else; its text does not repeat the value."""
         if isinstance(value, bool) or not isinstance(value, int | str):
             raise ValueError("expected a size such as 67108864 or '64MiB'")
         if isinstance(value, str):
@@ -27,14 +28,9 @@ class Size(int):
             if match is None or match[2] not in _UNITS:
                 raise ValueError("expected a size such as '64MiB'")
             value = int(Fraction(match[1]) * _UNITS[match[2]])  # exact: a float would round beyond 2**53
-        if value < 0:
-            raise ValueError("expected a size of at least 0")
+        if not 0 <= value <= MOST_BYTES:
+            raise ValueError("expected a size of at least 0, and at most 1EiB")
         return cls(value)
-
-    @property
-    def each(self) -> tuple[Size, ...]:
-        """The sizes of a list; for one size, itself."""
-        return (self,)
 
     def __str__(self) -> str:
         for unit, scale in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
@@ -44,16 +40,9 @@ class Size(int):
 
 
 class Reserve(str):
-    """A part of something in percent, or a number of bytes, as text. One of these is set:
+    """A part of something in percent, or a number of bytes, as text; only one of both is not None."""
 
-    percent: 0 to 90.
-    nbytes: a size.
-    """
-
-    __slots__ = ("nbytes", "percent")
-
-    percent: float | None
-    nbytes: Size | None
+    __slots__ = ()
 
     @classmethod
     def parse(cls, value: int | str) -> Reserve:
@@ -61,18 +50,23 @@ class Reserve(str):
         percent = re.fullmatch(r"\s*(\d{1,2}(?:\.\d{1,6})?)\s*%\s*", value) if isinstance(value, str) else None
         if percent is None:
             try:
-                nbytes = Size.parse(value)
+                return cls(Size.parse(value))
             except ValueError:
                 raise ValueError("expected a size such as '10GiB', or a percentage such as '5%'") from None
-            made = cls(nbytes)
-            made.percent, made.nbytes = None, nbytes
-            return made
-        if float(percent[1]) > MOST_PERCENT:
-            raise ValueError(f"expected a percentage of at most {MOST_PERCENT}%")
         number = float(percent[1])
-        made = cls(f"{number:.6f}".rstrip("0").rstrip(".") + "%")
-        made.percent, made.nbytes = number, None
-        return made
+        if number > MOST_PERCENT:
+            raise ValueError(f"expected a percentage of at most {MOST_PERCENT}%")
+        return cls(f"{number:.6f}".rstrip("0").rstrip(".") + "%")
+
+    @property
+    def percent(self) -> float | None:
+        """0 to 90."""
+        return float(self[:-1]) if self.endswith("%") else None
+
+    @property
+    def nbytes(self) -> Size | None:
+        """A number of bytes."""
+        return None if self.endswith("%") else Size.parse(str(self))
 
 
 class Capacities(Size):
@@ -93,6 +87,7 @@ class Capacities(Size):
 
     @property
     def each(self) -> tuple[Size, ...]:
+        """The sizes of the list; for one size, itself."""
         return self._each or (Size(self),)
 
     def as_plain(self) -> str | list[str]:

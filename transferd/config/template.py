@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
-import tokenize
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,8 +11,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from transferd.config import sections
-from transferd.config.loading import of_tuning
+from transferd.config.loading import of_tuning, section_in
 from transferd.config.sections import Config
 from transferd.config.size import Reserve, Size
 
@@ -40,7 +37,7 @@ def template(chosen: Mapping[str, Any] | None = None) -> str:
     lines = ["# transferd: the settings with their defaults. Uncomment what you want to change."]
     for section in msgspec.structs.fields(Config):
         needed = section.default is not None or any(key.startswith(f"{section.name}.") for key in chosen)
-        lines += _section(section.name, _struct_in(section.type), chosen, optional=not needed)
+        lines += _section(section.name, section_in(section.type), chosen, optional=not needed)
     if chosen:
         raise ValueError(f"there are no such settings: {', '.join(chosen)}")
     return "\n".join(lines) + "\n"
@@ -55,7 +52,7 @@ def _section(name: str, kind: type[msgspec.Struct], chosen: dict[str, Any], *, o
     nested = []
     for field in msgspec.structs.fields(kind):
         key = f"{name}.{field.name}"
-        if inner := _struct_in(field.type):
+        if inner := section_in(field.type):
             named = typing.get_origin(field.type) is dict
             nested.append((f"{key}.NAME" if named else key, inner, named or field.default is None))
         elif not of_tuning(key):
@@ -89,24 +86,7 @@ def _toml(value: Any) -> str:
     return text
 
 
-def _struct_in(kind: Any) -> Any:
-    """The section that a field holds, optional or not; None if the field is a setting."""
-    options = typing.get_args(kind) or (kind,)
-    return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
-
-
 def _comments(kind: type[msgspec.Struct]) -> dict[str, str]:
     """{field: the comment beside it}, read from the source of sections.py."""
-    tree = ast.parse(inspect.getsource(sections))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    lines: dict[int, str] = {}
-    for token in tokenize.generate_tokens(io.StringIO(inspect.getsource(sections)).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0]] = token.string.removeprefix("#").strip()
-    return {
-        node.target.id: " ".join(
-            lines[n] for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n in lines
-        )
-        for node in body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
+    setting = r"^    (\w+): .*?(?:= \(\n.*?)?(?:  # (.*))?$"
+    return dict(re.findall(setting, inspect.getsource(kind), re.MULTILINE))

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 import msgspec
 
+from transferd.config import ServerSection
 from transferd.errors import RequestError
 from transferd.runtime.address import host_and_port
 from transferd.tasks import (
+    PATHS,
+    STORAGE,
     TIMELINE_SLOTS,
     Footprint,
     Lane,
@@ -54,45 +57,8 @@ class Limits:
     direct: bool  # True in pd.mode "direct"
     token_block: int  # tokens per block if storage is token-indexed (tasks must then give the path), else 0
     only_flush: bool  # write tasks move nothing and only update the token index
-    max_queued: int  # tasks admitted and not running
-    max_queued_bytes: int  # arguments of all admitted tasks
-    max_bytes: int  # per lane, queued and running, all ranks
-    lane_depth: int
-    deadline_slack: float
-    result_ttl: float
-    max_results: int  # answers kept for result_ttl
-    max_result_bytes: int  # the bytes of those
+    server: ServerSection  # how much may wait and run, and for how long answers are kept
     salts: bool = False  # token-indexed storage keeps paths with other salts apart
-
-
-class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """A task that passed the checks, with the facts that ordering and counting need, computed once."""
-
-    task: Task
-    lane: Lane
-    blocks: int
-    nbytes: int  # bytes that the task adds to its lane's bytes in flight, over all ranks
-    arguments: int  # bytes of memory that the task itself takes while it is admitted
-    footprint: Footprint
-    content: int  # `content_hash`
-    flush: bool  # the task moves nothing and updates the token index
-
-
-def prepare(task: Task, limits: Limits) -> Prepared:
-    """Check a task and compute the facts that ordering and counting need. Raises RequestError like `check_task`."""
-    check_task(task, limits)
-    lane, blocks = task.lane, task.blocks
-    flush = limits.only_flush and lane is Lane.WRITE
-    return Prepared(
-        task,
-        lane,
-        blocks,
-        0 if flush else blocks * limits.block_bytes * limits.ranks,
-        argument_bytes(task),
-        footprint_of(task, limits),
-        content_hash(task),
-        flush,
-    )
 
 
 def check_task(task: Task, limits: Limits) -> None:
@@ -135,8 +101,8 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
-            return Footprint(storage_writes=entries, paths_written=[tree])
-        return Footprint(storage_writes=entries, paths_read=[tree])
+            return Footprint((), ((STORAGE, entries), (PATHS, [tree])))
+        return Footprint(((PATHS, [tree]),), ((STORAGE, entries),))
     return task.footprint()
 
 
@@ -179,13 +145,13 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, field, most = _check_storage(task, task.start_write_block_idx, limits)
-    flush, ids = limits.only_flush and task.lane is Lane.WRITE, len(task.block_ids)
-    if ids != keys and not (flush and not ids):  # evicted blocks have no ids
-        raise RequestError(f"keys has {keys} entries, {field} {ids}", code="length_mismatch")
+    flush, ids = limits.only_flush and task.lane is Lane.WRITE, task.block_ids
+    if len(ids) != keys and not (flush and not ids):  # evicted blocks have no ids
+        raise RequestError(f"keys has {keys} entries, {field} {len(ids)}", code="length_mismatch")
     if keys > most and not flush:  # so many would name some block twice
         where = "host pool" if task.cpu_block_ids else "device"
         raise RequestError(f"{keys} blocks, but the {where} has only {most}", code="too_many_blocks")
-    check_ids(task.block_ids, most, field, target=False)
+    check_ids(ids, most, field, target=False)
     if len(set(task.keys)) != keys:
         twice = next(key for key, times in Counter(task.keys).items() if times > 1)
         raise RequestError(f"keys names one block twice: {twice[:80]!r}", code="duplicate_key")
@@ -272,11 +238,8 @@ def content_hash(task: Task) -> int:
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
         place = (task.start_read_block_idx, task.prefix)
-    return hash((task.lane, transfer, tuple(task.keys), _ids_of(task), task.token_ids, task.salt, place))
-
-
-def _ids_of(task: ReadStorageTask | WriteStorageTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())
+    ids = tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())
+    return hash((task.lane, transfer, tuple(task.keys), ids, task.token_ids, task.salt, place))
 
 
 # --- results that answer a repeated push ----------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from transferd.control.order import HazardTable, State, TaskState
-from transferd.tasks import ErrorInfo, Footprint, Merged, SwapOutTask, Task
+from transferd.tasks import DEVICE, HOST, ErrorInfo, Footprint, Merged, SwapOutTask, Task
 
 
 class Contents:
@@ -50,11 +50,11 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if (footprint.device_reads or footprint.device_writes) and (self._unmapped or self._outdated):
+        if dict(footprint.reads).get(DEVICE, ()) or dict(footprint.writes).get(DEVICE, ()):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        for block in self._empty_of(footprint.host_reads):
+        for block in self._empty_of(dict(footprint.reads).get(HOST, ())):
             if not _will_be_filled(block, hazards):
                 return _empty(block)
         return None

@@ -1,11 +1,11 @@
 """The state machine at the centre: it decides which task runs when and how it is answered, without one await.
 
-`Dispatcher.handle(event)` is the only entry. It changes this object's state and returns instructions (see events.py);
-the coordinator carries them out and reports what happens as further events. Nothing here knows of sockets, threads,
-devices or the event loop, and every event brings the current time.
-A push is admitted or answered at once. A task that can never succeed is `rejected`. A task that is too much
-right now is `busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one
-more waiter, and a finished one is answered with its kept result.
+Each event is a method. It changes this object's state and returns instructions (instructions.py); the coordinator
+carries them out and reports what happens as further events. Nothing here knows of sockets, threads, devices or the
+event loop, and every event brings the current time.
+A push is admitted or answered at once. A task that can never succeed is `rejected`. One that is too much right now is
+`busy`, with a hint when to retry. A push of a known task_id joins it: a running task gets one more waiter, and a
+finished one is answered with its kept result.
 
 An admitted task is in one of four states. TRANSITIONS (order.py) lists every legal move:
 
@@ -22,8 +22,7 @@ they have as soon as their current copy has ended. A rank that does not arrive w
 the task is answered without it, and its blocks stay claimed until that rank has finished (`straggling`). Its result is
 not *settled*: the client asks when it is (docs/adr/0069).
 
-Generations: a task is bound to the generation at its admission. A bump makes all older objects unreachable for later
-tasks.
+Generations: a task is bound to that at its admission. A bump makes all older objects unreachable for later tasks.
 
 Memory: nothing is admitted while a rank has no memory (gate.py). A task is refused if it names device memory that no
 engine has mapped, or host blocks that hold nothing (contents.py). Results from before memory was taken away are not
@@ -32,30 +31,29 @@ repeated, because that memory no longer exists.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
-from transferd.control import events as ev
-from transferd.control.admission import Limits, Prepared, ResultCache, content_hash, prepare
-from transferd.control.byte_ranges import ByteRanges
+from transferd.control import admission
+from transferd.control import instructions as do
+from transferd.control.admission import Limits, ResultCache
+from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
 from transferd.control.gate import Gate, Hold
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import ErrorInfo, Lane, Merged, Status, Stop, TaskResult
+from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Merged, Status, Stop, Task, TaskResult
 
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
-
-ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}  # steps of the flight recorder, made once
-DONE = {status: f"done: {status}" for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +74,42 @@ class DispatchStatistics:
     held: list[Hold]
 
 
+class Submission(msgspec.Struct, frozen=True):
+    """See `Dispatcher.submit`."""
+
+    client: bytes
+    seq: int
+    task: Task
+    again: bool
+
+
+P = ParamSpec("P")
+
+
+def event(
+    method: Callable[Concatenate[Dispatcher, P], None],
+) -> Callable[Concatenate[Dispatcher, float, P], list[do.Instruction]]:
+    """Make a method the event that something has happened at the time `now`, which becomes its first argument.
+
+    It returns the instructions to carry out, in order.
+    """
+
+    @functools.wraps(method)
+    def happened(self: Dispatcher, now: float, /, *args: P.args, **kwargs: P.kwargs) -> list[do.Instruction]:
+        self._now = now
+        method(self, *args, **kwargs)
+        out, self._out = self._out, []
+        return out
+
+    return happened
+
+
 class Dispatcher:
-    """The state machine. Mutate only through `handle`; see the module's theory of operation."""
+    """The state machine. Only its events change it; see the module's theory of operation.
+
+    records: all tasks that are admitted and not yet answered (queued, running, cancelling), by task_id.
+    hazards: the order of tasks on the same blocks. Its `notify` is for Unblock.
+    """
 
     def __init__(
         self,
@@ -101,51 +133,24 @@ class Dispatcher:
         self.boot_id = boot_id
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
-        self._records: dict[str, TaskState] = {}  # queued, running, cancelling
+        self.records: dict[str, TaskState] = {}
         self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
         self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
-        self._results = ResultCache(limits.result_ttl, limits.max_results, limits.max_result_bytes)
-        self._hazards = HazardTable(ranges)
-        self._lanes = Lanes(limits)
+        server = limits.server
+        self._results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
+        self.hazards = HazardTable(ranges)
+        self._lanes = Lanes(server)
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
         self._now = 0.0  # the time of the current event
+        self._out: list[do.Instruction] = []  # what it has led to so far
         self._memory_epoch = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
         self._wake_at = math.inf  # the last WakeAt whose DeadlineReached has not come yet
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
-        self._out: list[ev.Instruction] = []
-        self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.TaskSubmitted: self._submitted,
-            ev.RoundMerged: self._merged,
-            ev.TaskSettled: self._task_settled,
-            ev.BytesFree: self._bytes_free,
-            ev.RankLeft: self._rank_left,
-            ev.RankFailed: self._rank_died,
-            ev.ClientGone: self._client_gone,
-            ev.CancelRequested: self._cancel_requested,
-            ev.DeadlineReached: self._deadline_reached,
-            ev.CacheWithdrawn: self._cache_withdrawn,
-            ev.CacheReady: self._cache_ready,
-            ev.MappingsChanged: lambda event: self._contents.mappings(event.unmapped, event.outdated),
-            ev.HostEmptied: lambda _: self._contents.host_emptied(),
-            ev.PauseRequested: self._pause_requested,
-            ev.ResumeRequested: self._resume_requested,
-            ev.DrainRequested: self._drain_requested,
-            ev.ShutdownRequested: self._shutdown_requested,
-            ev.QueueAbandoned: self._queue_abandoned,
-            ev.GenerationBumped: self._generation_bumped,
-        }
-
-    def handle(self, event: ev.Event) -> list[ev.Instruction]:
-        """Process one event. Returns the instructions to carry out, in order."""
-        self._now = event.now
-        self._handlers[type(event)](event)
-        out, self._out = self._out, []
-        return out
 
     # --- observers ----------------------------------------------------------------------------------
 
@@ -157,7 +162,7 @@ class Dispatcher:
     @property
     def empty(self) -> bool:
         """Quiet, and nothing is queued."""
-        return not self._records and not self._stragglers
+        return not self.records and not self._stragglers
 
     @property
     def admitting(self) -> bool:
@@ -174,17 +179,8 @@ class Dispatcher:
 
     @property
     def next_alarm(self) -> float:
-        """The time of the next deadline; math.inf if there is none. If it is long past, DeadlineReached was lost."""
+        """The time of the next deadline; math.inf if there is none. If it is long past, `deadline_reached` was lost."""
         return self._alarms.next()
-
-    @property
-    def admitted(self) -> Iterable[TaskState]:
-        """All tasks that are admitted and not yet answered: a live view, so read it at once and do not change it."""
-        return self._records.values()
-
-    def record(self, task_id: str) -> TaskState | None:
-        """An admitted task that is not yet answered; do not change it."""
-        return self._records.get(task_id)
 
     def waits(self, client: bytes) -> int:
         """For how many tasks a client waits."""
@@ -198,29 +194,22 @@ class Dispatcher:
     @property
     def argument_bytes(self) -> int:
         """Memory of tasks that are admitted, or answered with blocks that are still claimed."""
-        return self._hazards.nbytes
+        return self.hazards.nbytes
 
     def bytes_under_way(self, lane: Lane) -> int:
         """Bytes that this lane's tasks, queued and running, move on all ranks together."""
         return self._lanes.loads[lane].nbytes
 
-    def state_of(self, task_id: str) -> State | None:
-        """A task's state; None if it was never admitted, or its result is no longer kept."""
-        record = self._records.get(task_id)
-        if record is not None:
-            return record.state
-        return State.DONE if task_id in self._results or task_id in self._stragglers else None
-
     def settled(self, task_id: str) -> bool:
         """Whether no rank touches a block for this task, now or later. True for a task that is not known."""
-        return not (task_id in self._records or task_id in self._stragglers or task_id in self._unsettled)
+        return not (task_id in self.records or task_id in self._stragglers or task_id in self._unsettled)
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(
             queued=self._lanes.queued,
             running=self._lanes.running,
             straggling=len(self._stragglers),
-            argument_bytes=self._hazards.nbytes,
+            argument_bytes=self.hazards.nbytes,
             results_kept=len(self._results),
             result_bytes=self._results.nbytes,
             tasks=dict(self._statuses),
@@ -231,120 +220,120 @@ class Dispatcher:
             held=self._gate.held,
         )
 
-    def __repr__(self) -> str:
-        lanes = self._lanes
-        return f"<Dispatcher queued={lanes.queued} running={lanes.running} straggling={len(self._stragglers)}>"
-
     # --- admission ----------------------------------------------------------------------------------
 
-    def _submitted(self, event: ev.TaskSubmitted) -> None:
-        """Join a known task, refuse the task, or admit it: exactly one of these.
+    @event
+    def submit(self, client: bytes, seq: int, task: Task, again: bool = False) -> None:
+        """A client pushed a task under its number `seq`. The task joins a known one, is refused, or admitted.
 
-        If the client will resend a push, its refusal is not reported, because the resend may be admitted (`_refuse`).
+        again: the client will push it again, under the same seq. So a refusal is not answered.
         """
-        task = event.task
-        if self._join(event):
+        push = Submission(client, seq, task, again)
+        if self._join(push):
             return
         refusal = self._gate.refusal
         if refusal is not None:
             status, error = refusal
-            self._refuse(event, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
+            self._refuse(push, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
             return
         try:
-            prepared = prepare(task, self.limits)
-            self._hazards.check_targets(prepared.footprint.device_writes)
+            admission.check_task(task, self.limits)
+            footprint = admission.footprint_of(task, self.limits)
+            self.hazards.check_targets(footprint)
         except RequestError as error:
-            self._refuse(event, Status.REJECTED, ErrorInfo(error.reason, str(error)))
+            self._refuse(push, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
-        if not prepared.flush and (prepared.footprint.host_reads or not self._contents.all_mapped):
-            absent = self._contents.refusal(event.client, prepared.footprint, self._hazards)
-            if absent is not None:
-                self._refuse(event, Status.REJECTED, absent)
-                return
-        busy = self._lanes.too_much(prepared, self._hazards.nbytes)
-        total = self._total
-        if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
-            beyond = total.refusal(self, prepared)
-            busy = None if beyond is None else (beyond, self._lanes.hint(prepared.lane))
-        if busy is not None:
-            self._refuse(event, Status.BUSY, *busy)
-            return
-        self._admit(event, prepared)
-
-    def _join(self, event: ev.TaskSubmitted) -> bool:
-        """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
-        task_id = event.task.task_id
-        record = self._records.get(task_id) or self._stragglers.get(task_id)
-        kept = self._results.recall(task_id, event.now)
-        if record is None and kept is None:
-            return False
-        asked_before = record.content if record is not None else kept.content if kept is not None else None
-        if asked_before != content_hash(event.task):
-            what = f"another task was pushed under the id {task_id[:80]!r} before"
-            self._refuse(event, Status.REJECTED, ErrorInfo("task_id_conflict", what))
-        elif kept is not None and kept.memory_epoch != self._memory_epoch:  # its blocks went with the memory
-            what = "this task has ended, and the memory of its result is gone; push it under a new id"
-            self._refuse(event, Status.REJECTED, ErrorInfo("cache_gone", what))
-        elif kept is not None:
-            self._recorder.aside(task_id, "repeated", event.client)
-            result = kept.result
-            if not result.settled and self.settled(task_id):  # its late ranks have finished since
-                result = msgspec.structs.replace(result, settled=True)
-            self._out.append(ev.Reply(event.client, event.seq, result))
-        elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
-            self._recorder.aside(task_id, "joined", event.client)
-            record.waiters.append((event.client, event.seq))
-            self._waits.setdefault(event.client, {})[task_id] = record
-        else:  # a straggling rank still holds its blocks, or it has too many waiters
-            self._refuse(event, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
-        return True
-
-    def _admit(self, event: ev.TaskSubmitted, prepared: Prepared) -> None:
-        task, now = prepared.task, event.now
+        lane, blocks = task.lane, task.blocks
+        flush = self.limits.only_flush and lane is Lane.WRITE
         record = TaskState(
             task=task,
             task_id=task.task_id,
-            lane=prepared.lane,
-            content=prepared.content,
+            lane=lane,
+            content=admission.content_hash(task),
             generation=self.generation,
             memory_epoch=self._memory_epoch,
-            admitted_at=now,
-            deadline=now + task.timeout,
-            nbytes=prepared.nbytes,
-            waiters=[(event.client, event.seq)],
+            admitted_at=self._now,
+            nbytes=0 if flush else blocks * self.limits.block_bytes * self.limits.ranks,
+            arguments=admission.argument_bytes(task),
+            flush=flush,
+            waiters=[(client, seq)],
         )
-        record.claim = self._hazards.enter(record, prepared.footprint, prepared.arguments)
-        self._records[task.task_id] = record
-        self._waits.setdefault(event.client, {})[task.task_id] = record
-        self._recorder.admitted(task.task_id, ADMITTED[prepared.lane], prepared.blocks, event.client)
-        self._set_alarm(record.deadline, record)
+        # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
+        if not flush and (dict(footprint.reads).get(HOST, ()) or not self._contents.all_mapped):
+            absent = self._contents.refusal(client, footprint, self.hazards)
+            if absent is not None:
+                self._refuse(push, Status.REJECTED, absent)
+                return
+        busy = self._lanes.too_much(record, self.hazards.nbytes)
+        total = self._total
+        if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
+            beyond = total.refusal(self, record)
+            busy = None if beyond is None else (beyond, self._lanes.hint(record.lane))
+        if busy is not None:
+            self._refuse(push, Status.BUSY, *busy)
+            return
+        self._admit(client, record, blocks, footprint)
+
+    def _join(self, push: Submission) -> bool:
+        """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
+        task_id = push.task.task_id
+        record = self.records.get(task_id) or self._stragglers.get(task_id)
+        kept = self._results.recall(task_id, self._now)
+        if record is None and kept is None:
+            return False
+        asked_before = record.content if record is not None else kept.content if kept is not None else None
+        if asked_before != admission.content_hash(push.task):
+            what = f"another task was pushed under the id {task_id[:80]!r} before"
+            self._refuse(push, Status.REJECTED, ErrorInfo("task_id_conflict", what))
+        elif kept is not None and kept.memory_epoch != self._memory_epoch:  # its blocks went with the memory
+            what = "this task has ended, and the memory of its result is gone; push it under a new id"
+            self._refuse(push, Status.REJECTED, ErrorInfo("cache_gone", what))
+        elif kept is not None:
+            self._recorder.aside(task_id, "repeated", push.client)
+            result = kept.result
+            if not result.settled and self.settled(task_id):  # its late ranks have finished since
+                result = msgspec.structs.replace(result, settled=True)
+            self._out.append(do.Reply(push.client, push.seq, result))
+        elif record is not None and record.state is not State.DONE and len(record.waiters) < MAX_WAITERS:
+            self._recorder.aside(task_id, "joined", push.client)
+            record.waiters.append((push.client, push.seq))
+            self._waits.setdefault(push.client, {})[task_id] = record
+        else:  # a straggling rank still holds its blocks, or it has too many waiters
+            self._refuse(push, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
+        return True
+
+    def _admit(self, client: bytes, record: TaskState, blocks: int, footprint: Footprint) -> None:
+        task_id = record.task_id
+        record.claim = self.hazards.enter(record, footprint, record.arguments)
+        self.records[task_id] = record
+        self._waits.setdefault(client, {})[task_id] = record
+        self._recorder.admitted(task_id, str(record.lane), blocks, client)
+        assert record.task is not None
+        self._set_alarm(self._now + record.task.timeout, record)
         self._lanes.enter(record)
         if not record.claim.blockers:
             self._lanes.ready(record)
             self._start_ready()
         else:  # `_release` of the last blocker makes it ready
-            self._recorder.note(task.task_id, "waits", record.claim.blockers)
+            self._recorder.note(task_id, "waits", record.claim.blockers)
 
-    def _refuse(
-        self, event: ev.TaskSubmitted, status: Status, error: ErrorInfo, retry_after: float | None = None
-    ) -> None:
+    def _refuse(self, push: Submission, status: Status, error: ErrorInfo, retry_after: float | None = None) -> None:
         self._statuses[status] += 1
         self._rejects[error.code] += 1
-        self._recorder.aside(event.task.task_id, status, error.code, event.client, error.message[:LONGEST_TEXT])
-        if event.again:  # the resend gets the answer
+        self._recorder.aside(push.task.task_id, status, error.code, push.client, error.message[:LONGEST_TEXT])
+        if push.again:  # the resend gets the answer
             return
         result = TaskResult(
-            task_id=event.task.task_id,
+            task_id=push.task.task_id,
             status=status,
             error=error,
             retry_after=retry_after,
             generation=self.generation,
             boot_id=self.boot_id,
             # A late rank may still touch the blocks of a task that is pushed again.
-            settled=error.code == "task_id_conflict" or self.settled(event.task.task_id),
+            settled=error.code == "task_id_conflict" or self.settled(push.task.task_id),
         )
-        self._out.append(ev.Reply(event.client, event.seq, result))
+        self._out.append(do.Reply(push.client, push.seq, result))
 
     # --- running ------------------------------------------------------------------------------------
 
@@ -363,158 +352,203 @@ class Dispatcher:
         """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
         assert record.claim is not None
-        sources = record.claim.footprint.host_reads
+        sources = dict(record.claim.footprint.reads).get(HOST, ())
         if sources and (hollow := self._contents.hollow(sources)) is not None:
-            self._finish_early(record, Status.FAILED, hollow, self._now)
+            self._finish_early(record, Status.FAILED, hollow)
             return
         self._move(record, State.RUNNING)
-        self._recorder.step(record.task_id, "started", -1, 0)
-        self._out.append(ev.Start(record.task, record.generation, record.admitted_at))
+        self._recorder.note(record.task_id, "started")
+        self._out.append(do.Start(record.task, record.generation, record.admitted_at))
 
-    def _merged(self, event: ev.RoundMerged) -> None:
-        record = self._records.get(event.task_id)
+    @event
+    def round_merged(self, task_id: str, merged: Merged, missing: tuple[int, ...], settled: bool = True) -> None:
+        """A running task's round has ended.
+
+        missing: live ranks that had not arrived: the blocks stay claimed until they have left (`rank_left`).
+        settled: whether every rank, dead ones included, is done with the blocks; if not, `task_settled` follows.
+        """
+        record = self.records.get(task_id)
         if record is None or record.state is State.QUEUED:
             raise InvariantError(
-                f"a round was merged for {event.task_id!r}, which is not running\n{self._recorder.story(event.task_id)}"
+                f"a round was merged for {task_id!r}, which is not running\n{self._recorder.story(task_id)}"
             )
-        self._lanes.spent(record, event.now)
-        record.straggling.update(event.missing)
-        merged = event.merged
+        self._lanes.spent(record, self._now)
+        record.straggling.update(missing)
         status = merged.status
-        if record.claim is not None and (targets := record.claim.footprint.host_writes):
+        if record.claim is not None and (targets := dict(record.claim.footprint.writes).get(HOST, ())):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
             status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
         if record.withdrawn is not None and status is Status.CANCELLED:  # by us, and its blocks went with the memory
             status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
-        if not event.settled:  # a rank is not done with the blocks yet; TaskSettled follows
-            self._unsettled.add(event.task_id)
-        self._finish(record, status, merged, event.now)
+        if not settled:  # a rank is not done with the blocks yet; `task_settled` follows
+            self._unsettled.add(task_id)
+        self._finish(record, status, merged)
 
-    def _task_settled(self, event: ev.TaskSettled) -> None:
-        self._unsettled.discard(event.task_id)
+    @event
+    def task_settled(self, task_id: str) -> None:
+        """The last rank of an answered task is done with its blocks."""
+        self._unsettled.discard(task_id)
 
-    def _rank_left(self, event: ev.RankLeft) -> None:
-        record = self._stragglers.get(event.task_id)
-        if record is None:  # its blocks were released already
-            return
-        record.straggling.discard(event.rank)
+    @event
+    def rank_left(self, task_id: str, rank: int) -> None:
+        """A rank that was missing when its round ended has finished with the task's blocks."""
+        if (record := self._stragglers.get(task_id)) is not None:  # else its blocks were released already
+            self._left(record, rank)
+
+    def _left(self, record: TaskState, rank: int) -> None:
+        record.straggling.discard(rank)
         if not record.straggling:
-            del self._stragglers[event.task_id]
-            self._recorder.note(event.task_id, "straggler left", event.rank)
+            del self._stragglers[record.task_id]
+            self._recorder.note(record.task_id, "straggler left", rank)
             self._release(record)
 
-    def _rank_died(self, event: ev.RankFailed) -> None:
-        error = ErrorInfo("rank_died", f"rank {event.rank} died: {event.cause}")
-        self._recorder.aside("", "rank died", event.rank, event.cause[:LONGEST_TEXT])
+    @event
+    def rank_failed(self, rank: int, cause: str) -> None:
+        """A rank has died, and the whole engine with it: no task can complete any more."""
+        error = ErrorInfo("rank_died", f"rank {rank} died: {cause}")
+        self._recorder.aside("", "rank died", rank, cause[:LONGEST_TEXT])
         self._gate.rank_died(error)
-        self._fail_queued(error, event.now)
-        for task_id, record in list(self._stragglers.items()):
-            self._rank_left(ev.RankLeft(task_id, event.rank, event.now))
-            assert record.state is State.DONE
+        self._fail_queued(error)
+        for record in list(self._stragglers.values()):
+            self._left(record, rank)
 
     # --- ending early -------------------------------------------------------------------------------
 
-    def _client_gone(self, event: ev.ClientGone) -> None:
-        waits = self._waits.get(event.client, {})
+    @event
+    def client_gone(self, client: bytes) -> None:
+        """A client vanished. Tasks that no other client waits for are cancelled; its pauses and drains end."""
+        waits = self._waits.get(client, {})
         for _ in range(min(len(waits), AT_ONCE)):  # the newest first: the end of one would start those that wait for it
             _, record = waits.popitem()
-            record.waiters = [waiter for waiter in record.waiters if waiter[0] != event.client]
+            record.waiters = [waiter for waiter in record.waiters if waiter[0] != client]
             if not record.waiters:  # this was the last client that waited
-                self._recorder.note(record.task_id, "no client waits", event.client)
-                self._end(record, Stop.CANCELLED, event.now)
+                self._recorder.note(record.task_id, "no client waits", client)
+                self._end(record, Stop.CANCELLED)
         if waits:
-            self._out.append(ev.Again(event))
+            self._out.append(do.Again(client))
             return
-        self._waits.pop(event.client, None)
-        for hold in self._gate.client_gone(event.client):
+        self._waits.pop(client, None)
+        for hold in self._gate.client_gone(client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()
 
-    def _cancel_requested(self, event: ev.CancelRequested) -> None:
-        record = self._records.get(event.task_id)
+    @event
+    def cancel(self, task_id: str) -> None:
+        record = self.records.get(task_id)
         if record is not None:
-            self._end(record, Stop.CANCELLED, event.now)
+            self._end(record, Stop.CANCELLED)
 
-    def _deadline_reached(self, event: ev.DeadlineReached) -> None:
+    @event
+    def deadline_reached(self) -> None:
+        """The time of the last WakeAt has arrived."""
         self._wake_at = math.inf
-        for record in self._alarms.due(event.now):
+        for record in self._alarms.due(self._now):
             if record.state is State.CANCELLING:
-                if event.now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
+                if self._now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
                     record.forsaken_at = math.inf
                     self._recorder.note(record.task_id, "slack used up")
-                    self._out.append(ev.ExpireRound(record.task_id))
+                    self._out.append(do.ExpireRound(record.task_id))
             else:
-                self._end(record, Stop.EXPIRED, event.now)
+                self._end(record, Stop.EXPIRED)
         self._ask_for_wake()
 
-    def _end(self, record: TaskState, reason: Stop, now: float) -> None:
+    def _end(self, record: TaskState, reason: Stop) -> None:
         if record.state is State.QUEUED:
             waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued{self._gate.behind}"
-            self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited), now)
+            self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited))
         elif record.state is State.RUNNING:
             record.stop = reason
             self._move(record, State.CANCELLING)
             self._recorder.note(record.task_id, "stopping", reason)
-            self._out.append(ev.StopTask(record.task_id, reason))
-            record.forsaken_at = now + self.limits.deadline_slack
+            self._out.append(do.StopTask(record.task_id, reason))
+            record.forsaken_at = self._now + self.limits.server.deadline_slack
             self._set_alarm(record.forsaken_at, record)
 
-    def _queue_abandoned(self, event: ev.QueueAbandoned) -> None:
-        self._fail_queued(ErrorInfo("shutdown", "the daemon shut down before this task started"), event.now)
+    @event
+    def abandon_queue(self) -> None:
+        """Fail everything that is queued, each task with its result."""
+        self._fail_queued(ErrorInfo("shutdown", "the daemon shut down before this task started"))
 
-    def _fail_queued(self, error: ErrorInfo, now: float) -> None:
-        for record in list(self._records.values()):
+    def _fail_queued(self, error: ErrorInfo) -> None:
+        for record in list(self.records.values()):
             if record.state is State.QUEUED:
-                self._finish_early(record, Status.FAILED, error, now)
+                self._finish_early(record, Status.FAILED, error)
 
     # --- control ------------------------------------------------------------------------------------
 
-    def _pause_requested(self, event: ev.PauseRequested) -> None:
-        self._recorder.aside("", "pause", event.holder)
-        self._gate.hold("pause", event.holder, event.client, event.now, event.proof)
+    @event
+    def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> None:
+        """Start nothing more until the holder's `resume`, or `client_gone` for `client`, its latest connection.
 
-    def _resume_requested(self, event: ev.ResumeRequested) -> None:
-        self._recorder.aside("", "resume", event.holder)
-        self._gate.resume(event.holder, event.proof)
+        holder: a name for people. proof: a secret of the holder's: another client may know its name.
+        """
+        self._recorder.aside("", "pause", holder)
+        self._gate.hold("pause", holder, client, self._now, proof)
+
+    @event
+    def resume(self, holder: str = "", proof: str = "") -> None:
+        """End the holder's pauses and drains, or all of them if it holds none. A cleared cache stays cleared."""
+        self._recorder.aside("", "resume", holder)
+        self._gate.resume(holder, proof)
         self._start_ready()
 
-    def _drain_requested(self, event: ev.DrainRequested) -> None:
-        self._recorder.aside("", "drain", event.holder)
-        self._gate.hold("drain", event.holder, event.client, event.now, event.proof)
+    @event
+    def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> None:
+        """Admit nothing more; finish what is admitted. A drain ends like a pause."""
+        self._recorder.aside("", "drain", holder)
+        self._gate.hold("drain", holder, client, self._now, proof)
 
-    def _cache_withdrawn(self, event: ev.CacheWithdrawn) -> None:
-        self._recorder.aside("", "cache withdrawn", event.error.message[:LONGEST_TEXT])
-        self._gate.memory_gone(event.error)
+    @event
+    def withdraw_cache(self, error: ErrorInfo, end: bool) -> None:
+        """Some rank has lost its memory: admit nothing until `cache_ready`. end: admitted tasks cannot finish."""
+        self._recorder.aside("", "cache withdrawn", error.message[:LONGEST_TEXT])
+        self._gate.memory_gone(error)
         self._memory_epoch += 1
-        if event.end:  # else tasks may still end on the old memory
-            self._fail_queued(event.error, event.now)
-            for record in list(self._records.values()):
+        if end:  # else tasks may still end on the old memory
+            self._fail_queued(error)
+            for record in list(self.records.values()):
                 if record.state is State.RUNNING:
-                    record.withdrawn = event.error
-                self._end(record, Stop.CANCELLED, event.now)
+                    record.withdrawn = error
+                self._end(record, Stop.CANCELLED)
 
-    def _cache_ready(self, event: ev.CacheReady) -> None:
+    @event
+    def cache_ready(self, windows: Sequence[WindowGrid] = ()) -> None:
+        """Every rank has its memory: admit again. windows: where each rank's device blocks lie, if they are windows."""
         self._recorder.aside("", "cache ready")
-        self._hazards.grids = event.windows
+        self.hazards.grids = windows
         self._gate.memory_there()
 
-    def _shutdown_requested(self, _: ev.ShutdownRequested) -> None:
+    @event
+    def mappings_changed(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
+        """These ranks' memory no client has attached or offered; these clients still have earlier memory mapped."""
+        self._contents.mappings(unmapped, outdated)
+
+    @event
+    def host_emptied(self) -> None:
+        """The host pool was freed. No task is admitted or running."""
+        self._contents.host_emptied()
+
+    @event
+    def shut_down(self) -> None:
+        """Admit nothing and start nothing more, for good."""
         self._recorder.aside("", "shutdown")
         self._gate.shut()
 
-    def _generation_bumped(self, event: ev.GenerationBumped) -> None:
-        self._recorder.aside("", "generation", self.generation, event.generation)
-        self.generation = event.generation
+    @event
+    def bump_generation(self, generation: str) -> None:
+        """From now on, tasks use objects of this generation; older objects become unreachable."""
+        self._recorder.aside("", "generation", self.generation, generation)
+        self.generation = generation
 
     # --- ending -------------------------------------------------------------------------------------
 
-    def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo, now: float) -> None:
+    def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo) -> None:
         """Answer a task that no rank has started."""
-        self._finish(record, status, Merged(status, [], [], error), now)
+        self._finish(record, status, Merged(status, [], [], error))
 
-    def _finish(self, record: TaskState, status: Status, merged: Merged, now: float) -> None:
+    def _finish(self, record: TaskState, status: Status, merged: Merged) -> None:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
@@ -526,25 +560,25 @@ class Dispatcher:
             ranks=merged.ranks,
             error=merged.error,
             bytes=merged.bytes,
-            duration=now - record.admitted_at,
+            duration=self._now - record.admitted_at,
             generation=record.generation,
             boot_id=self.boot_id,
             settled=not record.straggling and task_id not in self._unsettled,
             not_admitted=merged.not_admitted,
         )
         self._statuses[status] += 1
-        self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))
+        self._recorder.note(task_id, "done", str(status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
-            self._out.append(ev.Reply(client, seq, result))
+            self._out.append(do.Reply(client, seq, result))
             waits = self._waits.get(client, {})
             if waits.pop(task_id, None) is not None and not waits:
                 del self._waits[client]  # one that waits twice has gone then
-        self._out.append(ev.Publish(task, result))
+        self._out.append(do.Publish(task, result))
         record.task, record.waiters = None, []
-        del self._records[task_id]
-        self._results.keep(result, record.content, record.memory_epoch, now)
+        del self.records[task_id]
+        self._results.keep(result, record.content, record.memory_epoch, self._now)
         if record.straggling:  # a rank that is late may still touch the blocks: they stay claimed until it arrives
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
@@ -556,26 +590,24 @@ class Dispatcher:
         """Release the task's blocks and start the tasks that waited for them."""
         claim, record.claim = record.claim, None  # break the cycle between record and claim
         assert claim is not None
-        for ready in self._hazards.leave(claim):
+        for ready in self.hazards.leave(claim):
             waiting = ready.owner
             assert isinstance(waiting, TaskState)
-            if ready.table is not self._hazards:  # another engine's task, so its own dispatcher must start it
-                self._out.append(ev.Unblock(ready))
+            if ready.table is not self.hazards:  # another engine's task, so its own dispatcher must start it
+                self._out.append(do.Unblock(ready))
             elif waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
                 self._lanes.ready(waiting)
         self._start_ready()
 
-    def _bytes_free(self, event: ev.BytesFree) -> None:
-        record = self._records.get(event.task_id)
+    @event
+    def bytes_free(self, task_id: str) -> None:
+        """A queued task need not wait any longer: other engines' tasks with bytes of its windows have ended."""
+        record = self.records.get(task_id)
         if record is not None and record.state is State.QUEUED and record.claim is not None and record.claim.ready:
             self._recorder.note(record.task_id, "blocks free", "of another engine")
             self._lanes.ready(record)
             self._start_ready()
-
-    def notified_by(self, notify: Callable[[Claim], None]) -> None:
-        """Set the function that sends this dispatcher BytesFree. Other dispatchers' users call it; see Unblock."""
-        self._hazards.notify = notify
 
     def _move(self, record: TaskState, state: State) -> None:
         if state not in TRANSITIONS[record.state]:
@@ -591,10 +623,10 @@ class Dispatcher:
         self._alarms.set(when, record)
         if when < self._wake_at:  # else a WakeAt for this time or an earlier one is pending
             self._wake_at = when
-            self._out.append(ev.WakeAt(when))
+            self._out.append(do.WakeAt(when))
 
     def _ask_for_wake(self) -> None:
         soonest = self._alarms.next()
         if soonest < self._wake_at:
             self._wake_at = soonest
-            self._out.append(ev.WakeAt(soonest))
+            self._out.append(do.WakeAt(soonest))

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from transferd.control.admission import Prepared
+from transferd.control.order import TaskState
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import BudgetReport
 from transferd.tasks import ErrorInfo, Lane
@@ -39,12 +39,12 @@ class Total:
     max_bytes: int
     engines: list[EngineLoad] = field(default_factory=list)
 
-    def refusal(self, asks: EngineLoad, prepared: Prepared) -> ErrorInfo | None:
+    def refusal(self, asks: EngineLoad, record: TaskState) -> ErrorInfo | None:
         """Why the asking engine may not admit this task now; None if it may.
 
         All engines are asked only for one that has its share already: others' tasks cost the same beside 1,000 engines.
         """
-        engines, lane = self.engines, prepared.lane
+        engines, lane = self.engines, record.lane
         share = len(engines)
         if share < 2:
             return None
@@ -54,12 +54,12 @@ class Total:
                 return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
         if (mine := asks.argument_bytes) >= max(1, self.max_queued_bytes // share):
             held = sum(one.argument_bytes for one in engines)
-            if held + prepared.arguments > self.max_queued_bytes:
+            if held + record.arguments > self.max_queued_bytes:
                 message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
                 return ErrorInfo("queue_full", message)
         if (mine := asks.bytes_under_way(lane)) >= max(1, self.max_bytes // share):
             moving = sum(one.bytes_under_way(lane) for one in engines)
-            if moving + prepared.nbytes > self.max_bytes:
+            if moving + record.nbytes > self.max_bytes:
                 message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
                 return ErrorInfo("bytes_in_flight", message)
         return None

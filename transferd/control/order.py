@@ -34,11 +34,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from transferd.control.admission import Limits, Prepared
+from transferd.config import ServerSection
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.errors import RequestError
 from transferd.runtime.compat import StrEnum
-from transferd.tasks import ErrorInfo, Footprint, Lane, Stop, Task
+from transferd.tasks import DEVICE, HOST, PATHS, STORAGE, ErrorInfo, Footprint, Lane, Stop, Task
 
 T = TypeVar("T")
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
@@ -105,10 +105,7 @@ class HazardTable:
         self.grids: Sequence[WindowGrid] = ()
         self.notify: Callable[[Claim], None] | None = None
         self._ranges: ByteRanges[Claim] = ByteRanges() if ranges is None else ranges
-        self._device: dict[Hashable, _BlockUse] = {}
-        self._host: dict[Hashable, _BlockUse] = {}
-        self._storage: dict[Hashable, _BlockUse] = {}
-        self._paths: dict[Hashable, _BlockUse] = {}
+        self._uses: dict[str, dict[Hashable, _BlockUse]] = {DEVICE: {}, HOST: {}, STORAGE: {}, PATHS: {}}
         self._claims = 0
         self.nbytes = 0  # of all claims, abandoned ones included
 
@@ -117,7 +114,10 @@ class HazardTable:
         claim = Claim(owner, footprint, nbytes, self, self.grids)
         blockers: dict[Claim, None] = {}
         if claim.grids:
-            for windows, writes in ((footprint.device_reads, False), (footprint.device_writes, True)):
+            for windows, writes in (
+                (dict(footprint.reads).get(DEVICE, ()), False),
+                (dict(footprint.writes).get(DEVICE, ()), True),
+            ):
                 if windows:
                     before = self._ranges.enter(claim, claim.grids, windows, writes=writes)
                     blockers.update(dict.fromkeys(before))
@@ -139,7 +139,7 @@ class HazardTable:
                     blockers[use.writer] = None
                 if writes:
                     # A stored object never changes under its key, so its readers do not delay a writer.
-                    if uses is not self._storage:
+                    if uses is not self._uses[STORAGE]:
                         blockers.update(use.readers)
                         use.readers = {}
                     use.writer = claim
@@ -177,13 +177,13 @@ class HazardTable:
 
     def host_writer(self, block: int) -> Claim | None:
         """The last claim that writes this host block, if it has not left."""
-        use = self._host.get(block)
+        use = self._uses[HOST].get(block)
         return None if use is None else use.writer
 
-    def check_targets(self, ids: Sequence[int]) -> None:
-        """Raise RequestError if two of these device blocks share a byte: both would be written, in either order."""
+    def check_targets(self, footprint: Footprint) -> None:
+        """Raise RequestError if two device blocks to write share a byte: both would be written, in either order."""
         for grid in self.grids:
-            if (both := grid.overlapping(ids)) is not None:
+            if (both := grid.overlapping(dict(footprint.writes).get(DEVICE, ()))) is not None:
                 what = f"blocks {both[0]} and {both[1]} share bytes: windows of {grid.nbytes}, {grid.stride} apart"
                 raise RequestError(f"gpu_block_ids: {what}", code="duplicate_id")
 
@@ -193,30 +193,16 @@ class HazardTable:
     @property
     def idle(self) -> bool:
         """No claim is left, not even an abandoned one."""
-        return not (self._claims or self.nbytes or self._device or self._host or self._storage or self._paths)
+        return not (self._claims or self.nbytes or any(self._uses.values()))
 
     def _touched(self, claim: Claim) -> list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
         """Return for each kind of blocks, but windows: their uses, their ids, and whether the claim writes them."""
-        footprint, by_id = claim.footprint, not claim.grids
         touched: list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]] = []
-        # A loop over the eight would be shorter, and twice as slow. Reads come before writes: a task that reads and
-        # writes one block does not wait for itself.
-        if footprint.device_reads and by_id:
-            touched.append((self._device, footprint.device_reads, False))
-        if footprint.host_reads:
-            touched.append((self._host, footprint.host_reads, False))
-        if footprint.storage_reads:
-            touched.append((self._storage, footprint.storage_reads, False))
-        if footprint.paths_read:
-            touched.append((self._paths, footprint.paths_read, False))
-        if footprint.device_writes and by_id:
-            touched.append((self._device, footprint.device_writes, True))
-        if footprint.host_writes:
-            touched.append((self._host, footprint.host_writes, True))
-        if footprint.storage_writes:
-            touched.append((self._storage, footprint.storage_writes, True))
-        if footprint.paths_written:
-            touched.append((self._paths, footprint.paths_written, True))
+        # Reads come before writes: a task that reads and writes one block does not wait for itself.
+        for blocks, writes in ((claim.footprint.reads, False), (claim.footprint.writes, True)):
+            for place, ids in blocks:
+                if place != DEVICE or not claim.grids:
+                    touched.append((self._uses[place], ids, writes))
         return touched
 
     def forget(self, claim: Claim) -> None:
@@ -257,8 +243,8 @@ class LaneLoad:
 class Lanes:
     """All lanes of one dispatcher."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, server: ServerSection) -> None:
+        self._server = server
         self.loads = {lane: LaneLoad() for lane in Lane}
         self.queued = 0  # in all lanes
         self.ready_tasks = 0  # in all lanes; some may have been cancelled since
@@ -267,23 +253,23 @@ class Lanes:
     def running(self) -> int:
         return sum(load.running for load in self.loads.values())
 
-    def too_much(self, prepared: Prepared, held: int) -> tuple[ErrorInfo, float] | None:
+    def too_much(self, record: TaskState, held: int) -> tuple[ErrorInfo, float] | None:
         """Why this task is not admitted now, and after how many seconds to retry; None if it may be admitted.
 
         held: bytes of the arguments of tasks that are admitted.
         """
-        load, arguments = self.loads[prepared.lane], prepared.arguments
-        if self.queued >= self._limits.max_queued:
+        load, arguments = self.loads[record.lane], record.arguments
+        if self.queued >= self._server.max_queued_tasks:
             return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
         # An index that hangs delays every flush until its deadline, and an engine that evicts sends many flushes.
         waiting = load.tasks - load.running
-        if prepared.flush and waiting >= (self._limits.max_queued + 1) // 2:
+        if record.flush and waiting >= (self._server.max_queued_tasks + 1) // 2:
             return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
         # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
-        if held and held + arguments > self._limits.max_queued_bytes:
+        if held and held + arguments > self._server.max_queued_bytes:
             message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
             return ErrorInfo("queue_full", message), self._hint(load)
-        if load.tasks and load.nbytes + prepared.nbytes > self._limits.max_bytes:
+        if load.tasks and load.nbytes + record.nbytes > self._server.max_inflight_bytes:
             message = f"{load.nbytes} bytes are in flight in this lane"
             return ErrorInfo("bytes_in_flight", message), self._hint(load)
         return None
@@ -295,7 +281,7 @@ class Lanes:
     def _hint(self, load: LaneLoad) -> float:
         """The time in which this lane finishes a quarter of its queue: soon, but not so soon that all retry in vain."""
         waiting = max(1, load.tasks - load.running)
-        estimate = load.seconds * waiting / self._limits.lane_depth / 4
+        estimate = load.seconds * waiting / self._server.lane_depth / 4
         return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])
 
     def enter(self, record: TaskState) -> None:
@@ -313,7 +299,7 @@ class Lanes:
     def next_startable(self) -> TaskState | None:
         """The next task to start now. The caller must start or end it before the next call."""
         for load in self.loads.values():
-            while load.ready and load.running < self._limits.lane_depth:
+            while load.ready and load.running < self._server.lane_depth:
                 record = load.ready.popleft()
                 self.ready_tasks -= 1
                 if record.state is State.QUEUED:  # else it was cancelled while it waited for a place
@@ -405,7 +391,7 @@ AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
 
 @dataclass(slots=True, eq=False)
 class TaskState:
-    """One admitted task. Only the dispatcher changes it."""
+    """One task that passed the checks. Only the dispatcher changes it."""
 
     task: Task | None  # None once done: alarms keep the record, and keys and token ids may be large
     task_id: str
@@ -414,8 +400,9 @@ class TaskState:
     generation: str
     memory_epoch: int  # how often the memory had been taken away at its admission
     admitted_at: float
-    deadline: float
     nbytes: int  # counted against the lane's bytes in flight
+    arguments: int  # bytes of memory that the task itself takes while it is admitted
+    flush: bool  # it moves nothing and updates the token index
     waiters: list[tuple[bytes, int]]  # (client, seq) to answer; empty when all clients are gone
     claim: Claim | None = None  # None before the blocks are claimed and after they are released
     state: State = State.QUEUED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import re
 import tempfile
@@ -14,12 +15,19 @@ LONGEST_SOCKET_PATH = 107  # bytes; sockaddr_un holds one more, the terminator
 _PORT = re.compile("[0-9]{1,5}")  # str.isdigit() also takes digits that int() does not, and thousands of them
 
 
-def host_and_port(address: str) -> tuple[str, int] | None:
-    """Split `host:port`; removes an IPv6 host's brackets. None without a host, or without a port of 1 to 65,535."""
+def host_and_port(address: str, least: int = 1) -> tuple[str, int] | None:
+    """Split `host:port`, without an IPv6 host's brackets. None without a host, or a port of `least` to 65,535."""
     host, _, port = address.rpartition(":")
-    if not host or not _PORT.fullmatch(port) or not 0 < int(port) < 65536:
+    if not host or not _PORT.fullmatch(port) or not least <= int(port) < 65536:
         return None
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a host name: it may resolve to another address tomorrow
+        return False
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transferd.config import Config, MemoryStorageSection, StorageSection
+from transferd.config import Config, StorageSection
+from transferd.config.sections import MemoryStorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import ThreadPools

@@ -43,8 +43,9 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import from_url
 
 from transferd.blocks.formats import quote_part
-from transferd.config import Config, ObjectStorageSection, StorageSection
+from transferd.config import Config, StorageSection
 from transferd.config.rules import check_object
+from transferd.config.sections import ObjectStorageSection
 from transferd.errors import ConfigError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import answered, every, uncancelled
 from transferd.runtime.clock import Clock

@@ -6,7 +6,7 @@ import math
 import os
 from typing import NamedTuple
 
-from transferd.config import Reserve
+from transferd.config.size import Reserve
 from transferd.observability.units import size
 
 GIB = 1024**3

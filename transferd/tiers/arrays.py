@@ -7,7 +7,6 @@ duplicate, misshaped, outside its region or overlapping another one would write 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,22 +73,32 @@ def locate(layout: BlockLayout, arrays: object, regions: Sequence[Region]) -> Ar
         if found.setdefault((place.plane, place.layer), place) is not place:
             raise _mismatch(place, "occurs twice")
     starts: list[int] = []
-    ends: list[int] = []
+    counts: list[int] = []
     for part in layout.segments:
         chosen = found.pop((part.plane.name, part.layer), None)
         if chosen is None:
             raise RequestError(f"{part.plane.name} of layer {part.layer} is missing from the handle", code=MISMATCH)
         _check(layout, part, chosen, regions)
         starts.append(regions[chosen.region].address + chosen.offset)
-        ends.append(starts[-1] + chosen.shape[0] * part.nbytes)
+        counts.append(chosen.shape[0])
     if found:
         raise _mismatch(next(iter(found.values())), "is not part of this layout")
-    _check_apart(layout, starts, ends)
+    sizes = [part.nbytes for part in layout.segments]
+    names = [f"{part.plane.name} of layer {part.layer}" for part in layout.segments]
+    return _arena(starts, sizes, sizes, counts, layout.device.blocks, names)
+
+
+def _arena(
+    starts: list[int], strides: Sequence[int], sizes: Sequence[int], counts: list[int], blocks: int, names: list[str]
+) -> Arena:
+    """The arena of these arrays, of at least so many blocks. Raises RequestError if two overlap."""
+    extents = [extent(None, *place) for place in zip(starts, sizes, strides, counts, strict=True)]
+    if (both := overlapping(extents)) is not None:
+        one, other = (names[position] for position in both)
+        raise RequestError(f"{one} and {other} overlap", code=MISMATCH)
     origin = min(starts)
-    nbytes = np.array([part.nbytes for part in layout.segments], dtype=np.int64)
-    offsets = np.array(starts, dtype=np.int64) - origin
-    geometry = Geometry(offsets, nbytes, nbytes, layout.device.blocks, max(ends) - origin)
-    return Arena(geometry, origin)
+    offsets, steps, nbytes = (np.array(each, dtype=np.int64) for each in (starts, strides, sizes))
+    return Arena(Geometry(offsets - origin, steps, nbytes, blocks, max(one.end for one in extents) - origin), origin)
 
 
 def _check(layout: BlockLayout, part: Segment, place: ArrayPlace, regions: Sequence[Region]) -> None:
@@ -106,15 +115,6 @@ def _check(layout: BlockLayout, part: Segment, place: ArrayPlace, regions: Seque
         raise _mismatch(place, f"extends past its region, which has {room} bytes")
     if place.offset % plane.numpy_dtype.itemsize:
         raise _mismatch(place, f"starts at byte {place.offset}, which is not a multiple of its element size")
-
-
-def _check_apart(layout: BlockLayout, starts: list[int], ends: list[int]) -> None:
-    order = sorted(range(len(starts)), key=starts.__getitem__)
-    for before, after in itertools.pairwise(order):
-        if starts[after] < ends[before]:
-            one, other = layout.segments[before], layout.segments[after]
-            what = f"{one.plane.name} of layer {one.layer} and {other.plane.name} of layer {other.layer} overlap"
-            raise RequestError(what, code=MISMATCH)
 
 
 def _mismatch(place: ArrayPlace, problem: str) -> RequestError:
@@ -162,20 +162,8 @@ def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) 
         _check_segment(layer, segment, nbytes, blocks, regions, windows=layout.windows)
     starts = [regions[segment.region].address + segment.offset for segment in segments]
     strides = [segment.stride for segment in segments]
-    extents = [extent(None, *place, blocks) for place in zip(starts, sizes, strides, strict=True)]
-    if (both := overlapping(extents)) is not None:
-        one, other = sorted(both)
-        raise RequestError(f"the pages of layers {one} and {other} overlap", code=MISMATCH)
-    ends = [start + (blocks - 1) * step + size for start, step, size in zip(starts, strides, sizes, strict=True)]
-    origin = min(starts)
-    geometry = Geometry(
-        offsets=np.array(starts, dtype=np.int64) - origin,
-        strides=np.array(strides, dtype=np.int64),
-        nbytes=np.array(sizes, dtype=np.int64),
-        blocks=blocks,
-        extent=max(ends) - origin,
-    )
-    return Arena(geometry, origin)
+    names = [f"the pages of layer {layer}" for layer in range(len(sizes))]
+    return _arena(starts, strides, sizes, [blocks] * len(sizes), blocks, names)
 
 
 def _check_segment(

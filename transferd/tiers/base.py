@@ -37,7 +37,6 @@ from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.config import Config
 from transferd.errors import InvariantError
-from transferd.runtime.compat import Self
 from transferd.runtime.threads import Threads
 from transferd.tiers.extents import Extents
 from transferd.tiers.pinned import MEMORY_LOCK, Pinning
@@ -47,36 +46,26 @@ INLINE_BYTES = 256 * 1024
 
 
 class HostMemory(Protocol):
-    """A page-aligned range of host memory (staging or the pinned pool). Its maker owns it."""
+    """A page-aligned range of host memory (staging or the pinned pool). Its maker owns it; others change nothing.
+
+    view: all of it, writable, format 'B'.
+    pinned: False if the memory could not be pinned; copies still work, more slowly.
+    urgent: whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them.
+    rank: the rank of the tensor-parallel group that it serves; 0 if it serves all.
+    lender: whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's.
+    """
+
+    nbytes: int
+    view: memoryview
+    pinned: bool
+    urgent: bool
+    rank: int
 
     @property
     def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def view(self) -> memoryview:
-        """All of it, writable, format 'B'."""
-        ...
 
     @property
-    def pinned(self) -> bool:
-        """False if the memory could not be pinned; copies still work, more slowly."""
-        ...
-
-    @property
-    def urgent(self) -> bool:
-        """Whether copies from and to this memory are exempt from bandwidth limits, because an engine waits for them."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """The rank of the tensor-parallel group that it serves; 0 if it serves all."""
-        ...
-
-    @property
-    def lender(self) -> Hashable:
-        """Whose part it is where each rank lends to a pool: the same for one rank's engines. None: nobody's."""
-        ...
+    def lender(self) -> Hashable: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +109,17 @@ class DeviceTier(ABC):
     the blocks there (workers/cpu_blocks.py)."""
 
     @classmethod
-    def configured(cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads) -> Self:  # noqa: ARG003
+    def configured(
+        cls,
+        config: Config,  # noqa: ARG003
+        layout: BlockLayout,
+        rank: int,
+        device: int | str,
+        threads: Threads,
+    ) -> DeviceTier:
         """The tier for a rank of a daemon with this configuration."""
-        make: Any = cls  # the constructors differ in their further arguments
-        tier: Self = make(layout, rank, device, threads)
-        return tier
+        make: Callable[..., DeviceTier] = cls  # the constructors differ in their further arguments
+        return make(layout, rank, device, threads)
 
     @staticmethod
     def pinning(device: int | str) -> Pinning:  # noqa: ARG004

@@ -5,14 +5,13 @@ memory itself, in a way that depends on its kind, and bytes in it: one run per b
 extents may interleave without sharing a byte, like the pages of two ranks or two layers in one piece of memory.
 
 An engine chooses how many extents it offers and how they interleave. So the search for a shared byte takes n log n
-steps for n extents of one stride, however many blocks they have. Extents of different strides are compared in pairs, at
-most MOST_PAIRS of them (docs/adr/0073).
+steps for n extents of one stride that are apart, however many blocks they have. What is left, and extents of different
+strides, are compared in pairs, at most MOST_PAIRS of them (docs/adr/0073).
 """
 
 from __future__ import annotations
 
 import asyncio
-import bisect
 import functools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,9 +24,8 @@ from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.errors import RequestError
 from transferd.runtime.threads import Direction, Threads
 
-MOST_PAIRS = 2**22  # of extents with different strides: 2,048 with as many others
+MOST_PAIRS = 2**22  # of extents that interleave: 2,048 with as many others
 PIECE = 2**16  # pairs compared by one numpy call
-SMALL = 128  # extents: comparing so few takes well under a millisecond, so the event loop does it itself
 
 _Table = npt.NDArray[np.int64]  # [n, 4]: start, nbytes, stride, runs
 
@@ -54,12 +52,12 @@ def extent(memory: Hashable, start: int, nbytes: int, stride: int, blocks: int) 
     return Extent(memory, start, nbytes, stride, blocks)
 
 
-def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable, base: int = 0) -> Extents:
-    """One extent per array. base: the address of byte 0 of `memory`."""
+def extents_of(layout: BlockLayout, arena: Arena, memory: Hashable) -> Extents:
+    """One extent per array, at addresses."""
     geometry = arena.geometry
     places = zip(layout.segments, geometry.offsets.tolist(), geometry.strides.tolist(), strict=True)
     return Extents(
-        extent(memory, arena.origin + offset - base, part.nbytes, stride, layout.device_blocks_of(part.layer))
+        extent(memory, arena.origin + offset, part.nbytes, stride, layout.device_blocks_of(part.layer))
         for part, offset, stride in places
     )
 
@@ -78,7 +76,7 @@ class Extents(tuple[Extent, ...]):
 def overlap(one: Iterable[Extent], other: Iterable[Extent]) -> bool:
     """Whether any byte is in both. Extents within `one`, or within `other`, may overlap each other.
 
-    Raises RequestError (bad_value) if more than MOST_PAIRS pairs have different strides and interleave.
+    Raises RequestError (bad_value) if more than MOST_PAIRS pairs interleave that are not apart by one stride.
     """
     mine, theirs = (each if isinstance(each, Extents) else Extents(each) for each in (one, other))
     return any(
@@ -101,22 +99,26 @@ def _table(extents: Iterable[Extent]) -> _Table:
 
 def _found(table: _Table, mine: int | None) -> tuple[int, int] | None:
     """The positions of two extents that share a byte. mine: one must be among so many first ones, one must not."""
-    starts, _, strides, _ = table.T
+    starts, nbytes, strides, _ = table.T
     (near,) = np.nonzero(_near(starts, _ends(table)))
-    pairwise = [0]  # the strides whose extents must be compared in pairs
-    for stride in np.unique(strides[near]).tolist():
-        if stride == 0:
-            continue
-        alike = near[strides[near] == stride]
-        pair = _swept(table[alike])
-        if pair is not None:
-            one, other = sorted(alike[list(pair)].tolist())
-            if mine is None or one < mine <= other:
-                return one, other
-            pairwise.append(stride)  # two extents of one side overlap, so the sweep proves nothing about the others
-    if mine is None:
-        return _compared(table, near, near, pairwise)
-    return _compared(table, near[near < mine], near[near >= mine], pairwise)
+    stride = strides[near[0]] if len(near) else 0
+    if stride and (strides[near] == stride).all():
+        # In memory cut into rows of this stride, each is in the same columns of all its rows. Usually no two share one.
+        left = (starts[near] - starts[near].min()) % stride
+        right = left + nbytes[near]
+        if (right <= stride).all():
+            near = near[_near(left, right)]
+    ones, others = (near, near) if mine is None else (near[near < mine], near[near >= mine])
+    pairs = 0
+    for some, theirs in _pairs(table, ones, others):
+        pairs += len(some)
+        if pairs > MOST_PAIRS:
+            what = f"more than {MOST_PAIRS} pairs of arrays or pages interleave: give all of them one stride"
+            raise RequestError(what, code="bad_value")
+        (touching,) = np.nonzero(_touch(table[some], table[theirs]))
+        if len(touching):
+            return int(some[touching[0]]), int(theirs[touching[0]])
+    return None
 
 
 def _ends(table: _Table) -> npt.NDArray[np.int64]:
@@ -134,72 +136,22 @@ def _near(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> npt.NDA
     return near
 
 
-def _swept(table: _Table) -> tuple[int, int] | None:
-    """The positions of two extents that share a byte, if all have one stride.
-
-    In memory cut into rows of one stride, an extent is a rectangle: its runs lie in the same columns of successive
-    rows. (If a run crosses the end of a row, there are two rectangles.) A sweep over the rows keeps the rectangles that
-    have begun and not ended in the order of their columns. They are disjoint, so a new one needs to be compared with
-    its neighbours only.
-    """
-    starts, nbytes, strides, runs = table.T
-    stride = strides[0]
-    top, left = np.divmod(starts - starts.min(), stride)
-    (crossing,) = np.nonzero(left + nbytes > stride)
-    whose = np.concatenate((np.arange(len(table)), crossing))
-    right = np.concatenate((np.minimum(left + nbytes, stride), (left + nbytes)[crossing] - stride))
-    left = np.concatenate((left, np.zeros_like(crossing)))
-    top = np.concatenate((top, top[crossing] + 1))
-    (near,) = np.nonzero(_near(left, right))
-    begins = zip(top[near].tolist(), [1] * len(near), near.tolist(), strict=True)
-    ends = zip((top + runs[whose])[near].tolist(), [0] * len(near), near.tolist(), strict=True)
-    begun: list[tuple[int, int]] = []  # (left, rectangle)
-    for _, begin, rectangle in sorted([*begins, *ends]):
-        one = int(left[rectangle]), rectangle
-        place = bisect.bisect_left(begun, one)
-        if not begin:
-            del begun[place]
-            continue
-        begun.insert(place, one)
-        for before, after in zip(begun[max(place - 1, 0) : place + 1], begun[max(place, 1) : place + 2], strict=False):
-            if right[before[1]] > after[0]:
-                return int(whose[before[1]]), int(whose[after[1]])
-    return None
-
-
-def _compared(
-    table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64], pairwise: list[int]
-) -> tuple[int, int] | None:
-    """The positions of two extents that share a byte, among pairs with different strides or a stride in `pairwise`."""
-    if not (len(ones) and len(others)):
-        return None
-    strides = table[:, 2]
-    only = strides[others[0]]
-    if only not in pairwise and (strides[ones] == only).all() and (strides[others] == only).all():
-        return None
-    pairs = 0
-    for mine, theirs in _pairs(table, ones, others, pairwise):
-        pairs += len(mine)
-        if pairs > MOST_PAIRS:
-            what = f"more than {MOST_PAIRS} pairs of arrays or pages with different strides interleave; use one stride"
-            raise RequestError(what, code="bad_value")
-        (touching,) = np.nonzero(_touch(table[mine], table[theirs]))
-        if len(touching):
-            one, other = sorted((int(mine[touching[0]]), int(theirs[touching[0]])))
-            return one, other
-    return None
-
-
 def _pairs(
-    table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64], pairwise: list[int]
+    table: _Table, ones: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
 ) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Positions of pairs to compare, in pieces: from the first run to the last, they lie in each other's way."""
-    starts, strides, ends = table[:, 0], table[:, 2], _ends(table)
-    rows = max(1, PIECE // len(others))
+    """Positions of pairs to compare, in pieces. From the first run to the last, they lie in each other's way.
+
+    Those of one stride also share a column of memory cut into rows of this stride.
+    """
+    starts, nbytes, strides, _ = table.T
+    ends = _ends(table)
+    rows = max(1, PIECE // max(1, len(others)))
     for at in range(0, len(ones), rows):
         some = ones[at : at + rows, None]
         chosen = (starts[some] < ends[others]) & (starts[others] < ends[some]) & (some < others)
-        chosen &= (strides[some] != strides[others]) | np.isin(strides[some], pairwise)
+        stride = np.maximum(strides[some], 1)
+        behind = (starts[others] - starts[some]) % stride
+        chosen &= (strides[some] != strides[others]) | (behind < nbytes[some]) | (behind + nbytes[others] > stride)
         mine, theirs = np.nonzero(chosen)
         yield some[mine, 0], others[theirs]
 
@@ -253,6 +205,7 @@ class MemoryClaim:
     engine: str
     rank: int
     extents: Extents
+    memories: frozenset[Hashable]
     windows_of: int | None = None  # if they are windows, their user; his other engines' windows may have the same bytes
     leaving: bool = False  # the bytes will be unmapped soon, so another rank may wait for them
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -270,7 +223,7 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self._by_memory: dict[Hashable, list[MemoryClaim]] = {}
+        self._claims: list[MemoryClaim] = []
         self._comparing = asyncio.Lock()  # held from a comparison to its claim
 
     async def take(
@@ -278,10 +231,10 @@ class Claims:
     ) -> MemoryClaim:
         """Claim these bytes until `give_back`. Waits for another engine that is leaving.
 
-        Many extents are compared in one of `threads`. windows_of: see MemoryClaim. Raises RequestError with code
+        They are compared in one of `threads`. windows_of: see MemoryClaim. Raises RequestError with code
         `already_attached` if another rank has one of the bytes.
         """
-        claim = MemoryClaim(engine, rank, extents, windows_of)
+        claim = MemoryClaim(engine, rank, extents, frozenset(extent.memory for extent in extents), windows_of)
         while (other := await self._claimed(claim, threads)) is not None:
             if other.ended.is_set():  # while they were compared
                 continue
@@ -294,28 +247,20 @@ class Claims:
 
     def give_back(self, claim: MemoryClaim) -> None:
         """Call it once the bytes are unmapped."""
-        for memory in {extent.memory for extent in claim.extents}:
-            self._by_memory[memory].remove(claim)
-            if not self._by_memory[memory]:
-                del self._by_memory[memory]
+        self._claims.remove(claim)
         claim.ended.set()
 
     async def _claimed(self, claim: MemoryClaim, threads: Threads) -> MemoryClaim | None:
         """Enter the claim, or return one that is in the way."""
-        memories = {extent.memory for extent in claim.extents}
         async with self._comparing:
-            there = dict.fromkeys(other for memory in memories for other in self._by_memory.get(memory, ()))
+            there = [other for other in self._claims if not claim.memories.isdisjoint(other.memories)]
             others = [other for other in there if not claim.may_share(other)]
 
             def compared() -> MemoryClaim | None:
                 return next((other for other in others if overlap(claim.extents, other.extents)), None)
 
-            if len(claim.extents) * len(others) <= SMALL:
-                found = compared()
-            else:
-                found = await threads.run(Direction.SETUP, compared, f"comparing the memory of rank {claim.rank}")
+            what = f"comparing the memory of rank {claim.rank}"
+            found = await threads.run(Direction.SETUP, compared, what) if others else None
             if found is None:
-                for memory in memories:
-                    self._by_memory.setdefault(memory, []).append(claim)
-                return None
+                self._claims.append(claim)
         return found

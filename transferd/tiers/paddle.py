@@ -5,8 +5,8 @@ block on the device, then transfers each piece to pinned host memory at once; a 
 integers of the largest size that divides all of them: Paddle lacks gather and scatter for some element types (3.3:
 float16 and float8). It needs no kernel of ours, so it serves XPU and other hardware, more slowly than the cuda tier.
 
-On the CPU place the blocks lie in POSIX shared memory. Engines map it, and the tier copies it, as in the shm tier:
-Paddle's operations would end the process if another process truncated that memory.
+On the CPU place there is no device: there the shm tier serves, and engines map its memory as tensors
+(adapters/paddle.py).
 
 Paddle has one compute stream per process and place, so its operations run in one order. Threads that copy at the
 same time do not disturb each other, because each touches only its own rows.
@@ -27,18 +27,17 @@ import numpy.typing as npt
 
 from transferd.blocks.copyplan import CopyPlan, Moves, plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
+from transferd.config import Config
 from transferd.errors import ConfigError, EngineGone, InvariantError, RequestError, TierError
-from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe, locate
 from transferd.tiers.base import DeviceHandle, DeviceTier, HostMemory
-from transferd.tiers.extents import Extent, Extents, extents_of
+from transferd.tiers.extents import Extent, Extents
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.hostcopy import copy_runs
 from transferd.tiers.offered import DIRECTORY, check_name
 from transferd.tiers.owner import as_data, this_process
-from transferd.tiers.segment import SharedSegment, fresh_name
-from transferd.tiers.shm import created_handle, map_offered, resolved
+from transferd.tiers.shm import ShmDeviceTier
 
 PIECE_BYTES = 32 * 1024**2  # moved at once, at least one block: large enough to pay for one operation per layer
 SCATTERED = ("int64", "int32")  # types that scatter_ takes; index_put_ takes all and is ten times slower
@@ -46,10 +45,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 class PaddleDeviceTier(DeviceTier):
-    """One rank's blocks as paddle tensors. Owns the tensors and their memory from `open` or `attach` until `close`.
+    """One rank's blocks as paddle tensors on a device. Owns the tensors and their memory from `open` or `attach` on.
 
-    shared: on the CPU place, keep the tensors in shared memory; False uses the code for devices even there.
-    operators: share a device's tensors; default: those of an installed FastDeploy, or no sharing without one.
+    operators: share the tensors; default: those of an installed FastDeploy, or no sharing without one.
     Raises ConfigError if paddle is not installed.
     """
 
@@ -57,14 +55,7 @@ class PaddleDeviceTier(DeviceTier):
     attaches = True
 
     def __init__(
-        self,
-        layout: BlockLayout,
-        rank: int,
-        device: int,
-        threads: Threads,
-        *,
-        shared: bool = True,
-        operators: Operators | None = None,
+        self, layout: BlockLayout, rank: int, device: int, threads: Threads, *, operators: Operators | None = None
     ) -> None:
         self.rank = rank
         self.device = device
@@ -72,45 +63,43 @@ class PaddleDeviceTier(DeviceTier):
         self._threads = threads
         self._paddle = import_paddle()
         self.place = default_place(self._paddle, device)
-        self._shared = self.addressable = shared and self.place == "cpu"
-        self._operators = operators or self._installed_operators()
-        self._memory: TensorMemory | None = None
-        self._copier: _Copier | None = None
+        self._operators = operators
+        if operators is None:
+            with contextlib.suppress(TierError):
+                self._operators = FastDeployOperators(self.place, self._paddle)
+        self._memory: _Tensors | None = None
 
-    def _installed_operators(self) -> Operators | None:
-        if self.place == "cpu":
-            return None
-        with contextlib.suppress(TierError):
-            return FastDeployOperators(self.place, self._paddle)
-        return None
+    @classmethod
+    def configured(
+        cls, config: Config, layout: BlockLayout, rank: int, device: int | str, threads: Threads
+    ) -> DeviceTier:
+        """The tier for a rank of a daemon with this configuration."""
+        if default_place(import_paddle(), device) == "cpu":
+            return ShmDeviceTier.configured(config, layout, rank, device, threads)
+        return super().configured(config, layout, rank, device, threads)
 
     @property
     def arena(self) -> Arena:
-        """The blocks' location. Only the CPU place has real addresses; on a device, offsets only identify arrays."""
+        """The blocks' location. It has no real addresses: offsets only identify arrays."""
         return self._opened.arena
 
-    @property
-    def outlives_close(self) -> bool:
-        return self._memory is None or self._memory.outlives_close
-
     async def open(self) -> None:
-        await self._make(self._create)
+        await self._make(lambda memory: memory.create(self.rank, self.device))
 
     async def attach(self, handle: DeviceHandle) -> None:
-        await self._make(lambda: self._map(handle))
+        await self._make(lambda memory: memory.adopt(handle))
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, plan, host, lambda copier, moves: copier.gather(moves, host.address))
+        memory = self._opened
+        await self._copy(Direction.OUT, plan, lambda moves: memory.gather(moves, host.address))
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, plan, host, lambda copier, moves: copier.scatter(moves, host.address))
+        memory = self._opened
+        await self._copy(Direction.IN, plan, lambda moves: memory.scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
-        """On the CPU place, a handle like the shm tier's; elsewhere, what FastDeploy's operators have published."""
+        """What FastDeploy's operators have published."""
         return self._opened.handle()
-
-    def resolved(self, handle: DeviceHandle) -> DeviceHandle:
-        return resolved(handle) if self._shared else handle
 
     def extents(self) -> Extents:
         return self._opened.extents()
@@ -119,55 +108,38 @@ class PaddleDeviceTier(DeviceTier):
         memory = self._memory
         if memory is not None:
             closing = self._threads.run(Direction.SETUP, memory.close, f"freeing memory of rank {self.rank}")
-            self._memory = self._copier = None
+            self._memory = None
             await closing
 
     def statistics(self) -> dict[str, Any]:
         return {"bytes": self._layout.device.extent, "open": self._memory is not None, "place": self.place}
 
     @property
-    def _opened(self) -> TensorMemory:
+    def _opened(self) -> _Tensors:
         if self._memory is None:
             raise TierError(f"the device memory of rank {self.rank} is not open")
         return self._memory
 
-    def _create(self) -> TensorMemory:
-        if self._shared:
-            return SharedMemory.create(self._layout, fresh_name(f"rank{self.rank}"))
-        return DeviceMemory.create(self._paddle, self._layout, self.place, self._operators, self.rank, self.device)
-
-    def _map(self, handle: DeviceHandle) -> TensorMemory:
-        if self._shared:
-            return SharedMemory.attach(self._layout, handle)
-        return DeviceMemory.attach(self._paddle, self._layout, self.place, self._operators, handle)
-
-    async def _make(self, make: Callable[[], TensorMemory]) -> None:
+    async def _make(self, fill: Callable[[_Tensors], None]) -> None:
         if self._memory is not None:
             raise TierError(f"the device memory of rank {self.rank} is already open")
 
-        def made() -> TensorMemory:  # it keeps the memory: if we are cancelled meanwhile, only `close` can free it
-            self._memory = memory = make()
-            return memory
+        def make() -> None:
+            memory = _Tensors(self._paddle, self._layout, self.place, self._operators)
+            try:
+                fill(memory)
+            except BaseException:
+                memory.close()
+                raise
+            self._memory = memory  # here: if the caller is cancelled meanwhile, only `close` can free it
 
         try:
-            memory = await self._threads.run(Direction.SETUP, made, f"making or mapping memory of rank {self.rank}")
+            await self._threads.run(Direction.SETUP, make, f"making or mapping memory of rank {self.rank}")
         except ERRORS as error:
             what = f"rank {self.rank}: cannot allocate or map memory on {self.place}"
             raise TierError(f"{what}: {_line(error)}") from error
-        if not self._shared:
-            self._copier = _Copier(self._paddle, memory.tensors, self._layout, self.place)
 
-    async def _copy(
-        self, direction: Direction, plan: CopyPlan, host: HostMemory, work: Callable[[_Copier, Moves], None]
-    ) -> None:
-        if self._shared:
-            blocks, what = self._opened.arena.origin, "copy between device and host"
-            source, target = (blocks, host.address) if direction is Direction.OUT else (host.address, blocks)
-            await self._threads.run(direction, lambda: copy_runs(source, target, plan.runs), what)
-            return
-        copier = self._copier
-        if copier is None:
-            raise TierError(f"the device memory of rank {self.rank} is not open")
+    async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[Moves], None]) -> None:
         if not plan.nbytes:
             return
         moves = plan.moves
@@ -175,56 +147,109 @@ class PaddleDeviceTier(DeviceTier):
             raise InvariantError("the paddle tier moves only blocks; it cannot execute a plan made only of byte runs")
         try:
             # Always in a thread: one operation costs little, but a plan may need two for each layer and plane.
-            await self._threads.run(direction, lambda: work(copier, moves), "copy between device and host")
+            await self._threads.run(direction, lambda: work(moves), "copy between device and host")
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: a copy on {self.place} failed: {_line(error)}") from error
 
 
-class _Copier:
-    """Copies blocks between host memory and rows of tensors, one tensor for each segment.
+class _Tensors:
+    """A tensor for each segment: allocated by Paddle and published by operators, or adopted from another process.
 
-    tensors: the TensorMemory's own list, which its `close` empties.
-    device: the tensors' place.
+    Without operators, the memory cannot be shared with other processes. `close` frees or unmaps it.
     """
 
-    def __init__(self, paddle: Any, tensors: list[Any], layout: BlockLayout, device: str) -> None:
+    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
+        self.arena = Arena(layout.device, 0)
         self._paddle = paddle
-        self._tensors = tensors
-        self._widths = [tensor.shape[1] for tensor in tensors]
-        self._element = str(tensors[0].dtype).removeprefix("paddle.")
-        self._device = device
-        self._place = tensors[0].place
-        self._host_place = _pinned_place(paddle, self._place)
+        self._layout = layout
+        self._place = place
+        self._operators = operators
+        self._tensors: list[Any] = []  # of the widest type
+        self._held: list[tuple[Any, str]] = []  # the same memory, as bytes, and the names under which operators know it
+        self._published: tuple[int, int] | None = None  # rank, device
+        self._adopted = False
         self._most = max(1, PIECE_BYTES // layout.block_bytes)
         self._packed = layout.packed(self._most, layout.block_bytes)
+
+    def create(self, rank: int, device: int) -> None:
+        """Allocate zeroed tensors and publish them. Raises Paddle's own errors."""
+        for part in self._layout.segments:
+            zeros = np.zeros((self._layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
+            self._take(self._paddle.to_tensor(zeros, place=self._place))
+        if self._operators is None:
+            return
+        names = handle_of(self._layout, rank, device, self._place).data["names"]
+        for number, name in enumerate(names):
+            tensor, _ = self._held[number]
+            self._operators.publish(tensor, name)
+            self._held[number] = (tensor, name)
+        self._published = (rank, device)
+
+    def adopt(self, handle: DeviceHandle) -> None:
+        """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
+        if handle.kind != KIND or self._operators is None:
+            what = f"attaching memory of {self._place} needs FastDeploy's operators and a handle of kind {KIND!r}"
+            raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
+        self._adopted = True
+        for part, name in zip(self._layout.segments, names_of(self._layout, handle), strict=True):
+            shape = [self._layout.device_blocks_of(part.layer), part.nbytes]
+            self._take(self._operators.adopt(name, shape, "uint8"), name)
+
+    def _take(self, tensor: Any, name: str = "") -> None:
+        self._held.append((tensor, name))
+        wide = tensor.view(_element(self._layout, self.arena))
+        shares = wide.data_ptr() == tensor.data_ptr()  # False on devices where a view is a copy
+        self._tensors.append(wide if shares else tensor)
+
+    def handle(self) -> DeviceHandle:
+        if self._published is None:
+            raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
+        return handle_of(self._layout, *self._published, self._place)
+
+    def extents(self) -> Extents:
+        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
+        made: list[Extent] = []
+        for tensor, name in self._held:
+            start = int(tensor.data_ptr())
+            made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
+        return Extents(made)
+
+    def close(self) -> None:
+        self._tensors.clear()
+        held, self._held = self._held, []
+        for tensor, name in held:
+            if self._operators is not None and name:
+                self._operators.withdraw(tensor, name, adopted=self._adopted)
 
     def gather(self, moves: Moves, host_address: int) -> None:
         """Blocks → host memory. Returns when the last byte is there."""
         for rows, host_ids in self._pieces(moves.source_ids, moves.target_ids):
             index = self._to_device(rows)
             packed = self._paddle.concat([self._paddle.gather(t, index, axis=0) for t in self._tensors], axis=1)
-            packed = packed._copy_to(self._host_place, True)  # noqa: SLF001 - has no other name; blocks
+            packed = packed._copy_to(_pinned_place(self._paddle, packed.place), True)  # noqa: SLF001 - has no other name
             out = plan_copy(self._packed, range(len(rows)), moves.target, host_ids.tolist())
             copy_runs(packed.data_ptr(), host_address, out.runs)
 
     def scatter(self, moves: Moves, host_address: int) -> None:
         """Host memory → blocks. Returns when the device has every byte."""
+        widths = [tensor.shape[1] for tensor in self._tensors]
+        element = str(self._tensors[0].dtype).removeprefix("paddle.")
         for rows, host_ids in self._pieces(moves.target_ids, moves.source_ids):
-            packed = np.empty((len(rows), sum(self._widths)), dtype=self._element)
+            packed = np.empty((len(rows), sum(widths)), dtype=element)
             into = plan_copy(moves.source, host_ids.tolist(), self._packed, range(len(rows)))
             copy_runs(host_address, packed.ctypes.data, into.runs)
-            index, parts = self._to_device(rows), self._paddle.split(self._to_device(packed), self._widths, axis=1)
+            index, parts = self._to_device(rows), self._paddle.split(self._to_device(packed), widths, axis=1)
             for tensor, part in zip(self._tensors, parts, strict=True):
-                if self._element in SCATTERED:
+                if element in SCATTERED:
                     self._paddle.scatter_(tensor, index, part, overwrite=True)
                 else:
                     self._paddle.index_put_(tensor, (index,), part)
-        if self._device != "cpu":
-            self._paddle.device.synchronize(self._device)
+        if self._place != "cpu":
+            self._paddle.device.synchronize(self._place)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
         tensor = self._paddle.utils.dlpack.from_dlpack(array)
-        return tensor._copy_to(self._place, True)  # noqa: SLF001
+        return tensor._copy_to(self._tensors[0].place, True)  # noqa: SLF001
 
     def _pieces(self, rows: Int64s, host_ids: Int64s) -> Iterator[tuple[Int64s, Int64s]]:
         for start in range(0, len(rows), self._most):
@@ -250,143 +275,6 @@ def _line(error: Exception) -> str:
 ELEMENTS = (("int64", 8), ("int32", 4), ("int16", 2), ("uint8", 1))  # widest first
 
 
-class TensorMemory(Protocol):
-    """What the tier needs from either kind. `close` empties `tensors` and frees or unmaps their memory."""
-
-    tensors: list[Any]
-    arena: Arena
-    outlives_close: bool
-
-    def handle(self) -> DeviceHandle: ...
-    def extents(self) -> Extents: ...
-    def close(self) -> None: ...
-
-
-class SharedMemory:
-    """A POSIX shared memory segment, our own or mapped, without tensors. Owns the segment or the mapping."""
-
-    outlives_close = True  # a mapping stays valid after the name and the creator are gone
-
-    def __init__(self, layout: BlockLayout, segment: SharedSegment, arena: Arena) -> None:
-        self.arena = arena
-        self.tensors: list[Any] = []
-        self._layout = layout
-        self._segment = segment
-
-    @classmethod
-    def create(cls, layout: BlockLayout, name: str) -> Self:
-        """Create a segment. Raises TierError."""
-        segment = SharedSegment(name, layout.device.extent, create=True)
-        return cls(layout, segment, Arena(layout.device, segment.address))
-
-    @classmethod
-    def attach(cls, layout: BlockLayout, handle: DeviceHandle) -> Self:
-        """Map another process's segment. Raises RequestError, TierError."""
-        (segment,), arena = map_offered(layout, handle, most=1)
-        return cls(layout, segment, arena)
-
-    def handle(self) -> DeviceHandle:
-        return created_handle(self._layout, self._segment)
-
-    def extents(self) -> Extents:
-        return extents_of(self._layout, self.arena, self._segment.identity, self._segment.address)
-
-    def close(self) -> None:
-        self._segment.close()
-
-
-class DeviceMemory:
-    """Tensors in device memory: allocated by Paddle and published by operators, or adopted from another process.
-
-    arena: each array is a separate tensor, so offsets only identify arrays. Without operators, the memory cannot be
-    shared with other processes.
-    """
-
-    outlives_close = False  # device drivers differ in this
-
-    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
-        self.arena = Arena(layout.device, 0)
-        self.tensors: list[Any] = []
-        self._paddle = paddle
-        self._layout = layout
-        self._place = place
-        self._operators = operators
-        self._published: tuple[int, int] | None = None  # rank, device
-        self._held: list[tuple[Any, str]] = []  # tensors that the operators know, and their names
-        self._adopted = False
-
-    @classmethod
-    def create(
-        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, rank: int, device: int
-    ) -> Self:
-        """Allocate zeroed tensors and publish them. Raises Paddle's own errors; then nothing is left behind."""
-        made = cls(paddle, layout, place, operators)
-        try:
-            for part in layout.segments:
-                zeros = np.zeros((layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
-                made._take(paddle.to_tensor(zeros, place=place))
-            if operators is not None:
-                made._publish(operators, rank, device)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def _publish(self, operators: Operators, rank: int, device: int) -> None:
-        names = handle_of(self._layout, rank, device, self._place).data["names"]
-        for number, name in enumerate(names):
-            tensor, _ = self._held[number]
-            operators.publish(tensor, name)
-            self._held[number] = (tensor, name)
-        self._published = (rank, device)
-
-    @classmethod
-    def attach(
-        cls, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None, handle: DeviceHandle
-    ) -> Self:
-        """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
-        if handle.kind != KIND or operators is None:
-            what = f"attaching memory of {place} needs FastDeploy's operators and a handle of kind {KIND!r}"
-            raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
-        made = cls(paddle, layout, place, operators)
-        made._adopted = True
-        try:
-            for part, name in zip(layout.segments, names_of(layout, handle), strict=True):
-                shape = [layout.device_blocks_of(part.layer), part.nbytes]
-                made._take(operators.adopt(name, shape, "uint8"), name)
-        except BaseException:
-            made.close()
-            raise
-        return made
-
-    def _take(self, tensor: Any, name: str = "") -> None:
-        """Hold a tensor of bytes, and use it as the widest type."""
-        self._held.append((tensor, name))
-        wide = tensor.view(_element(self._layout, self.arena))
-        shares = wide.data_ptr() == tensor.data_ptr()  # False on devices where a view is a copy
-        self.tensors.append(wide if shares else tensor)
-
-    def handle(self) -> DeviceHandle:
-        if self._published is None:
-            raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
-        return handle_of(self._layout, *self._published, self._place)
-
-    def extents(self) -> Extents:
-        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
-        made: list[Extent] = []
-        for tensor, name in self._held:
-            start = int(tensor.data_ptr())
-            made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
-        return Extents(made)
-
-    def close(self) -> None:
-        self.tensors.clear()
-        held, self._held = self._held, []
-        for tensor, name in held:
-            if self._operators is not None and name:
-                self._operators.withdraw(tensor, name, adopted=self._adopted)
-
-
 def import_paddle() -> Any:
     """The module `paddle`. Raises ConfigError if it cannot be imported."""
     try:
@@ -399,7 +287,7 @@ def import_paddle() -> Any:
     return paddle
 
 
-def default_place(paddle: Any, device: int) -> str:
+def default_place(paddle: Any, device: int | str) -> str:
     """The name of the device with this index, of the kind that this Paddle was built for."""
     kind = str(paddle.device.get_device()).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{device}"

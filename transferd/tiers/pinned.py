@@ -42,15 +42,12 @@ class Pinning(Protocol):
     @property
     def node(self) -> int | None:
         """The preferred NUMA node of the memory; None for any."""
-        ...
 
     def pin(self, address: int, nbytes: int) -> str:
         """Pin the range. Returns "", or why it was refused."""
-        ...
 
     def unpin(self, address: int, nbytes: int) -> None:
         """Undo a successful `pin`, once. Raises TierError."""
-        ...
 
 
 class MemoryLock:

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from transferd.errors import NoThreads, TierError
@@ -71,32 +72,29 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     if nbytes > (room := memory_left()):
         raise TierError(f"cannot allocate {nbytes} bytes of host memory: there is room for {room}", code="no_room")
     _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
-    pieces, lock, problems = pieces_of(address, nbytes), threading.Lock(), []
-
-    def taken() -> tuple[int, int] | None:
-        with lock:
-            return next(pieces, None)
+    pieces, problems = deque(pieces_of(address, nbytes)), list[TierError]()
 
     def work() -> None:
         if cpus:
             with contextlib.suppress(OSError):  # a cgroup without these CPUs
                 os.sched_setaffinity(0, cpus)
-        while (piece := taken()) is not None:
-            at, length = piece
-            try:
-                PROGRESS.check()
-                _touch(at, length)
-            except TierError as error:
-                problems.append(error)
-            if problems:
-                return
-            PROGRESS.add(populated=length)
+        with contextlib.suppress(IndexError):  # another thread has taken the last piece
+            while not problems:
+                at, length = pieces.popleft()
+                try:
+                    PROGRESS.check()
+                    _touch(at, length)
+                except TierError as error:
+                    problems.append(error)
+                else:
+                    PROGRESS.add(populated=length)
 
     count = min(THREADS, os.cpu_count() or 1, -(-nbytes // PIECE))
     threads = []
     if count > 1 or cpus:
         with contextlib.suppress(NoThreads):
-            threads = [start_thread(f"transferd-populate-{number}", work) for number in range(count)]
+            for number in range(count):
+                threads.append(start_thread(f"transferd-populate-{number}", work))  # noqa: PERF401 - kept when one fails
     for thread in threads:
         thread.join()
     if not cpus:  # do the pieces that no thread took; with `cpus`, work() would change the caller's own affinity

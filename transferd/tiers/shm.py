@@ -18,7 +18,7 @@ from transferd.tiers.arrays import Region, describe, locate_offered
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.extents import Extent, Extents, extents_of
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.offered import INODE, MORE, PASSED, PEER, identity_of, open_offered
+from transferd.tiers.offered import MORE, PASSED, PEER, identity_of, open_offered, with_inodes
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import SharedSegment, fresh_name
 
@@ -67,7 +67,14 @@ class ShmDeviceTier(DeviceTier):
         self._memory = map_offered(self._layout, handle)
 
     def resolved(self, handle: DeviceHandle) -> DeviceHandle:
-        return resolved(handle)
+        found: list[tuple[int, int]] = []
+        for place in _memories(handle):
+            fd, _, _ = _opened(place)
+            try:
+                found.append(identity_of(fd))
+            finally:
+                os.close(fd)
+        return DeviceHandle(handle.kind, with_inodes(handle.data, found))
 
     def _check_closed(self) -> None:
         if self._memory is not None:
@@ -129,19 +136,17 @@ def _close(segments: list[SharedSegment]) -> None:
             stack.callback(segment.close)
 
 
-def map_offered(
-    layout: BlockLayout, handle: DeviceHandle, most: int = MOST_MEMORIES
-) -> tuple[list[SharedSegment], Arena]:
+def map_offered(layout: BlockLayout, handle: DeviceHandle) -> tuple[list[SharedSegment], Arena]:
     """Map segments that another process created. The caller owns the mappings alone. Blocks: see `allocate`.
 
     handle.data: as in `created_handle`; the arrays may lie anywhere in the segment, in any order. Pages have
-    `segments` instead (arrays.py), and memory without a name has `fd` instead of `name` (offered.py). most: memories.
+    `segments` instead (arrays.py), and memory without a name has `fd` instead of `name` (offered.py).
     Raises RequestError if the handle is malformed, not the client's own or does not fit the layout, TierError if it
     cannot be mapped.
     """
     segments: list[SharedSegment] = []
     try:
-        for place in _memories(handle, most):
+        for place in _memories(handle):
             fd, label, nbytes = _opened(place)
             segments.append(SharedSegment(label, nbytes, create=False, fd=fd))
             if segments[-1].identity in [one.identity for one in segments[:-1]]:
@@ -153,7 +158,7 @@ def map_offered(
         raise
 
 
-def _memories(handle: DeviceHandle, most: int = MOST_MEMORIES) -> list[dict[str, Any]]:
+def _memories(handle: DeviceHandle) -> list[dict[str, Any]]:
     """The data of each memory that a handle names: its own first, then those under `more`. Raises RequestError."""
     if handle.kind != KIND:
         what = f"the handle is of kind {handle.kind[:40]!r}; this daemon's device tier needs {KIND!r}"
@@ -161,8 +166,9 @@ def _memories(handle: DeviceHandle, most: int = MOST_MEMORIES) -> list[dict[str,
     more = handle.data.get(MORE, [])
     if not isinstance(more, list) or not all(isinstance(one, dict) for one in more):
         raise RequestError(f"the handle's {MORE} must be a list of tables", code="bad_value")
-    if len(more) >= most:
-        raise RequestError(f"the handle names {len(more) + 1} memories, at most {most} are possible", code="bad_value")
+    if len(more) >= MOST_MEMORIES:
+        what = f"the handle names {len(more) + 1} memories, at most {MOST_MEMORIES} are possible"
+        raise RequestError(what, code="bad_value")
     peer, passed = handle.data.get(PEER), handle.data.get(PASSED)
     return [
         {**one, PEER: peer, PASSED: None if passed is None else (passed, which)}
@@ -177,18 +183,3 @@ def _opened(data: dict[str, Any]) -> tuple[int, str, int]:
     if "fd" not in data and not isinstance(data.get("name"), str):
         raise RequestError("the handle names no shared memory: it needs a name, or an fd", code="bad_value")
     return *open_offered(data, nbytes), nbytes
-
-
-def resolved(handle: DeviceHandle) -> DeviceHandle:
-    """The handle, with the identity of the memory to which it leads now. Blocks, and raises, like `map_offered`."""
-    found: list[list[int]] = []
-    for place in _memories(handle):
-        fd, _, _ = _opened(place)
-        try:
-            found.append(list(identity_of(fd)))
-        finally:
-            os.close(fd)
-    data = handle.data | {INODE: found[0]}
-    if more := handle.data.get(MORE):
-        data[MORE] = [one | {INODE: inode} for one, inode in zip(more, found[1:], strict=True)]
-    return DeviceHandle(handle.kind, data)

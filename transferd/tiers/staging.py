@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,12 +77,12 @@ class _SlotShare:
                 return
 
 
-def slots_in(nbytes: int, object_bytes: int, consumers: Sequence[str] = CONSUMERS, key: str = "host.staging") -> int:
+def slots_in(nbytes: int, object_bytes: int, key: str = "host.staging") -> int:
     """How many objects fit into `nbytes`. Raises ConfigError that names `key` if that is less than one per consumer."""
     slot_bytes = align(object_bytes, SLOT_ALIGNMENT)
     slots = nbytes // slot_bytes
-    if slots < len(consumers):
-        what = f"must be at least {slot_bytes * len(consumers)} bytes: one block each for {', '.join(consumers)}"
+    if slots < len(CONSUMERS):
+        what = f"must be at least {slot_bytes * len(CONSUMERS)} bytes: one block each for {', '.join(CONSUMERS)}"
         raise ConfigError(key, what, nbytes)
     return slots
 
@@ -106,7 +105,6 @@ class Staging:
         nbytes: int,
         object_bytes: int,
         offsets: npt.NDArray[np.int64] | None = None,
-        consumers: Sequence[str] = CONSUMERS,
         key: str = "host.staging",
         pinning: Pinning = MEMORY_LOCK,
         *,
@@ -115,18 +113,14 @@ class Staging:
     ) -> None:
         self._chunk_bytes = chunk_bytes
         self.object_bytes = object_bytes
-        slot_bytes = align(self.object_bytes, SLOT_ALIGNMENT)
-        slots = slots_in(nbytes, object_bytes, consumers, key)
-        self._slot_bytes = slot_bytes
+        self._slot_bytes = slot_bytes = align(object_bytes, SLOT_ALIGNMENT)
+        slots = slots_in(nbytes, object_bytes, key)
         self.memory = HostRegion(slots * slot_bytes, pinning, grain=slot_bytes, later=later)
         self.nbytes = slots * slot_bytes
         self.packed: Geometry = layout.packed(slots, slot_bytes, offsets)
-        self._shares: dict[str, _SlotShare] = {}
-        first = 0
-        for number, consumer in enumerate(consumers):
-            count = slots // len(consumers) + (number < slots % len(consumers))
-            self._shares[consumer] = _SlotShare(count, list(range(first, first + count)))
-            first += count
+        half = slots - slots // 2
+        halves = range(half), range(half, slots)
+        self._shares = {one: _SlotShare(len(mine), list(mine)) for one, mine in zip(CONSUMERS, halves, strict=True)}
 
     def chunk_slots(self, consumer: str) -> int:
         """How many blocks a chunk of this consumer should have: at most `chunk_bytes`, and two chunks must fit."""

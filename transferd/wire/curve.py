@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils import z85
 
-from transferd.config import CurveSection
 from transferd.config.environment import read_file
+from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -41,16 +41,10 @@ class _TokenIdsBody(msgspec.Struct):
     token_ids: memoryview | None = None
 
 
-class _TokenIdsRequest(msgspec.Struct, array_like=True):
-    seq: msgspec.Raw
-    ack: msgspec.Raw
-    body: _TokenIdsBody
-
-
 # msgspec decodes a value of an unknown type (TokenIds) to plain objects before it calls the hook. Above this
 # size, check first that token_ids are bytes.
 CAREFUL_BYTES = 64 * 1024
-_token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsRequest)
+_token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsBody)
 _loose_decoder = msgspec.msgpack.Decoder(_LooseRequest)
 _loose_body_decoder = msgspec.msgpack.Decoder(_LooseBody)
 _int_decoder = msgspec.msgpack.Decoder(int)
@@ -61,7 +55,7 @@ T = TypeVar("T")
 
 def check_token_ids(content: memoryview) -> None:
     """Raise msgspec.ValidationError if the message has token_ids that are not bytes."""
-    _token_ids_decoder.decode(content)
+    _token_ids_decoder.decode(_loose_decoder.decode(content).body)
 
 
 def as_malformed(

@@ -20,7 +20,7 @@ import zmq
 
 from transferd.errors import NoDescriptors
 from transferd.runtime.descriptors import check_free
-from transferd.wire.credentials import user_name
+from transferd.wire.credentials import credentials_of, user_name
 
 DESCRIPTORS = 16  # a context, its threads, a socket and its monitor; without any, libzmq ends this process
 TRY_S = 0.5  # a handshake with a nearby machine takes milliseconds
@@ -144,7 +144,6 @@ def _meaning(event: int, value: int, scheme: str, keys: bool) -> str:
     return SILENT
 
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 PROC = Path("/proc")
 BUSY = ("R", "D")  # running or ready to run; in an uninterruptible wait
 # Flags of a thread (linux/sched.h).
@@ -163,11 +162,10 @@ def listener_of(endpoint: str) -> int:
     try:
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM | sockets.SOCK_NONBLOCK) as probe:
             probe.connect(name)
-            credentials = probe.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, _CREDENTIALS.size)
+            listener = credentials_of(probe)
     except (OSError, ValueError):
         return 0
-    pid, _, _ = _CREDENTIALS.unpack(credentials)
-    return int(pid)
+    return 0 if listener is None else listener.pid
 
 
 def wants_machine(pid: int) -> bool:

@@ -39,16 +39,12 @@ LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
 
 
 def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
-    """Receive a message of one frame; return b"" if it has several."""
-    return content_of(socket, socket.recv(zmq.DONTWAIT, copy=False))
-
-
-def content_of(socket: zmq.Socket[bytes], frame: zmq.Frame) -> bytes | memoryview:
-    """The bytes of the message that this frame begins; b"" if the message has several frames: drops the others.
+    """Receive a message of one frame; return b"" if it has several: drops the others.
 
     Copies the bytes; if they are many, or memory is short, returns a view instead, so that no message is lost. (A
     copying `recv` removes the message from the socket before it runs out of memory for the copy.)
     """
+    frame = socket.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         while number_of(socket, zmq.RCVMORE):
             socket.recv(zmq.DONTWAIT)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import BlockLayout
 from transferd.observability.recorder import Recorder
 from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import Threads
+from transferd.runtime.threads import Direction, Threads
 from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.peer.transport import PeerTransport
@@ -19,6 +21,8 @@ from transferd.tiers.base import DeviceTier
 from transferd.tiers.extents import Claims
 from transferd.tiers.pinned import HostPool, HostRegion
 from transferd.tiers.staging import Staging
+
+T = TypeVar("T")
 
 # Checksums of up to this many bytes cost less on the loop than a round trip to a thread.
 INLINE_CHECK_BYTES = 256 * 1024
@@ -66,6 +70,12 @@ class RankContext:
             object.__setattr__(self, "object_rank", self.rank)
         nbytes = self.format.checked_bytes
         object.__setattr__(self, "cheap_slots", self.inline_check_bytes // nbytes if nbytes else sys.maxsize)
+
+    async def on_slots(self, slots: int, direction: Direction, work: Callable[[], T], what: str) -> T:
+        """Do work that reads every byte of so many slots: in a thread, unless a round trip to one costs more."""
+        if slots <= self.cheap_slots:
+            return work()
+        return await self.threads.run(direction, work, what)
 
     @property
     def regions(self) -> dict[str, HostRegion]:

@@ -8,11 +8,10 @@ thread of ours copies.
 from __future__ import annotations
 
 import functools
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.formats import Damage
+from transferd.blocks.layout.base import Geometry
 from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES
@@ -23,13 +22,9 @@ from transferd.workers.job import Share
 
 async def check(share: Share, slots: Sequence[memoryview], positions: Sequence[int]) -> list[Damage | None]:
     """Verify the objects in these slots, which hold the blocks at `positions`. For each, None or the damage."""
-    context = share.context
-    work = functools.partial(
-        context.format.check, slots, share.job.generation, share.ids(positions), context.object_rank
-    )
-    if len(slots) <= context.cheap_slots:
-        return work()
-    return await context.threads.run(Direction.IN, work, "checksums")
+    context, job = share.context, share.job
+    work = functools.partial(context.format.check, slots, job.generation, share.ids(positions), context.object_rank)
+    return await context.on_slots(len(slots), Direction.IN, work, "checksums")
 
 
 class DeviceBlocks:
@@ -43,63 +38,46 @@ class DeviceBlocks:
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
         """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
-        share, context = self._share, self._share.context
-        staging = context.staging
-        blocks = [self._blocks[i] for i in positions]
-        plan = share.job.copy_plan(share.arena.geometry, blocks, staging.packed, lease.slots)
-        before = context.clock.monotonic()
-        share.step("copy", len(positions))
-        try:
-            if not await share.job.stop.copied(self._out(plan)):
-                return False
-            slots, job = staging.views(lease), share.job
-            seal = functools.partial(
-                context.format.seal, slots, job.generation, share.ids(positions), context.object_rank
-            )
-            if len(slots) <= context.cheap_slots:
-                seal()
-            else:
-                await context.threads.run(Direction.OUT, seal, "checksums")
-        finally:
-            share.copy_s += context.clock.monotonic() - before
-        return True
+        share, context, job = self._share, self._share.context, self._share.job
+        slots, ids = context.staging.views(lease), share.ids(positions)
+        seal = functools.partial(context.format.seal, slots, job.generation, ids, context.object_rank)
+
+        async def making() -> None:
+            blocks = [self._blocks[i] for i in positions]
+            await self._move(Direction.OUT, share.arena.geometry, blocks, context.staging.packed, lease.slots)
+            await context.on_slots(len(slots), Direction.OUT, seal, "checksums")
+
+        return await share.copied(making(), len(positions))
 
     async def scatter(self, positions: Sequence[int], lease: Lease, at: Sequence[int]) -> dict[int, Damage | None]:
         """Check objects in slots, and copy those that are right to these blocks. See CpuBlocks.scatter."""
         share, staging = self._share, self._share.context.staging
         slots = staging.views(lease)
         reasons = await check(share, [slots[index] for index in at], positions)
-        results = {index: reason for index, reason in zip(at, reasons, strict=True) if reason is not None}
+        results: dict[int, Damage | None] = {
+            index: reason for index, reason in zip(at, reasons, strict=True) if reason is not None
+        }
         good = [i for i, reason in enumerate(reasons) if reason is None]
-        if good and await self._copied([self._blocks[positions[i]] for i in good], [lease.slots[at[i]] for i in good]):
-            return results | {at[i]: None for i in good}
-        return dict(results)
+        if good:
+            blocks, filled = [self._blocks[positions[i]] for i in good], [lease.slots[at[i]] for i in good]
+            moving = self._move(Direction.IN, staging.packed, filled, share.arena.geometry, blocks)
+            if await share.copied(moving, len(good)):
+                results |= {at[i]: None for i in good}
+        return results
 
-    async def _copied(self, blocks: Sequence[int], slots: Sequence[int]) -> bool:
-        share, context = self._share, self._share.context
-        plan = share.job.copy_plan(context.staging.packed, slots, share.arena.geometry, blocks)
-        before = context.clock.monotonic()
-        share.step("copy", len(blocks))
-        try:
-            return await share.job.stop.copied(self._in(plan))
-        finally:
-            share.copy_s += context.clock.monotonic() - before
-
-    def _out(self, plan: CopyPlan) -> Coroutine[Any, Any, None]:
-        share, staging = self._share, self._share.context.staging
-        if share.on_host:
-            return self._by_thread(Direction.OUT, share.arena.origin, staging.memory.address, plan)
-        return share.context.device.copy_out(plan, staging.memory)
-
-    def _in(self, plan: CopyPlan) -> Coroutine[Any, Any, None]:
-        share, staging = self._share, self._share.context.staging
-        if share.on_host:
-            return self._by_thread(Direction.IN, staging.memory.address, share.arena.origin, plan)
-        return share.context.device.copy_in(plan, staging.memory)
-
-    async def _by_thread(self, direction: Direction, source: int, target: int, plan: CopyPlan) -> None:
-        copy = functools.partial(copy_runs, source, target, plan.runs)
+    async def _move(
+        self, direction: Direction, source: Geometry, source_ids: Sequence[int], target: Geometry, ids: Sequence[int]
+    ) -> None:
+        """Copy blocks to slots (OUT), or slots to blocks."""
+        share, device, memory = self._share, self._share.context.device, self._share.context.staging.memory
+        plan = share.job.copy_plan(source, source_ids, target, ids)
+        if not share.on_host:
+            await (device.copy_out if direction is Direction.OUT else device.copy_in)(plan, memory)
+            return
+        ours, slots = share.arena.origin, memory.address
+        ends = (ours, slots) if direction is Direction.OUT else (slots, ours)
+        copy = functools.partial(copy_runs, *ends, plan.runs)
         if plan.nbytes <= INLINE_BYTES:
             copy()
         else:
-            await self._share.context.threads.run(direction, copy, "copy of host blocks")
+            await share.context.threads.run(direction, copy, "copy of host blocks")

@@ -6,7 +6,8 @@ import asyncio
 import bisect
 import dataclasses
 import operator
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,8 +26,7 @@ from transferd.workers.context import RankContext
 
 T = TypeVar("T")
 
-MOST_PLANS = 64  # plans kept per task: its ranks are rarely further apart
-SHARED_BLOCKS = 64  # beyond this many blocks, a copy costs so much more than its plan that sharing gains nothing
+MOST_PLANS = 16  # plans kept per task: its ranks are rarely further apart
 
 
 @dataclass(slots=True, eq=False)
@@ -149,7 +149,7 @@ class Job:
     @property
     def shrunk(self) -> bool:
         """Whether an object of one of its uses was evicted, or found no room."""
-        return any(use.shrunk for _, use in self.runs)
+        return self.use.shrunk if len(self.runs) == 1 else any(use.shrunk for _, use in self.runs)
 
     def by_run(self, names: Sequence[str], ask: Callable[[Sequence[str], Use], list[bool] | None]) -> list[bool] | None:
         """Ask about the names of all blocks, those of each chain with its use. None if one answer is None."""
@@ -167,26 +167,16 @@ class Job:
         """The same job with its blocks named by these keys instead of the task's."""
         return dataclasses.replace(self, ids=objects.ids(keys))
 
-    def plan(self, key: Hashable, make: Callable[[], CopyPlan]) -> CopyPlan:
-        """The plan cached under `key`, made on first use. Ranks with the same geometry share it."""
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._keep(key, make())
-        return plan
-
     def copy_plan(
         self, source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]
     ) -> CopyPlan:
-        """See `plan_copy`. Ranks with the same geometries and the same slots share the plan of a small chunk."""
-        if len(source_ids) > SHARED_BLOCKS:
-            return plan_copy(source, source_ids, target, target_ids)
+        """See `plan_copy`. Ranks with the same geometries and the same blocks and slots share a plan."""
         key = source, tuple(source_ids), target, tuple(target_ids)
-        return self._plans.get(key) or self._keep(key, plan_copy(source, source_ids, target, target_ids))
-
-    def _keep(self, key: Hashable, plan: CopyPlan) -> CopyPlan:
-        if len(self._plans) >= MOST_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = plan_copy(source, source_ids, target, target_ids)
         return plan
 
 
@@ -209,6 +199,11 @@ class Share:
     def on_host(self) -> bool:
         """Whether the task's blocks are host blocks. Meaningless for swaps, which have both kinds."""
         return bool(getattr(self.job.task, "cpu_block_ids", ()))
+
+    @property
+    def prefix(self) -> bool:
+        """Whether a block is useless without those before it: not to a sparse read."""
+        return getattr(self.job.task, "prefix", True)
 
     @property
     def arena(self) -> Arena:
@@ -264,6 +259,15 @@ class Share:
     def stopped(self) -> Stop | None:
         return self.job.stop.reason
 
+    async def copied(self, copying: Coroutine[Any, Any, None], blocks: int) -> bool:
+        """Await a copy of so many blocks. Returns False if the task was stopped before every byte had moved."""
+        self.step("copy", blocks)
+        before = self.context.clock.monotonic()
+        try:
+            return await self.job.stop.copied(copying)
+        finally:
+            self.copy_s += self.context.clock.monotonic() - before
+
     async def answered(self, asked: asyncio.Future[Any]) -> bool:
         """Wait for storage. Returns False if the task was stopped first."""
         if asked.done():
@@ -304,6 +308,40 @@ class Share:
             return acquiring.result()
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
+
+    async def for_call(
+        self, consumer: str, step: str, blocks: int, needed: int
+    ) -> tuple[Lease | None, Sequence[memoryview]]:
+        """Slots for a call for so many blocks that storage's threads copy themselves; none if the task was stopped.
+
+        needed: the most slots that the call can use at a time; 0 for objects in storage's own memory.
+        """
+        lease, staging = None, self.context.staging
+        if needed:
+            lease = await self.lease(consumer, staging.slots_at_once(consumer, min(blocks, needed)))
+        if self.job.stop.reason is None:
+            self.step(step, blocks)
+        elif lease is not None:
+            lease.release()
+            lease = None
+        return lease, () if lease is None else staging.views(lease)
+
+    async def overlapped(self, works: Iterable[Coroutine[Any, Any, bool]], most: int) -> None:
+        """Run works, `most` at a time, until one returns that more are useless, or the task is stopped.
+
+        When this returns or raises, none of them runs any more. So a stop waits for at most so many.
+        """
+        under_way: deque[asyncio.Future[bool]] = deque()
+        try:
+            for work in works:
+                under_way.append(self.context.background.begin(work))
+                if (len(under_way) == most and not await under_way.popleft()) or self.stopped is not None:
+                    break
+            while under_way:
+                await under_way.popleft()
+        finally:  # after an error
+            if under_way:
+                await asyncio.wait(under_way)
 
     def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
         """Begin a call to storage, and release the lease once the call no longer touches the slots."""

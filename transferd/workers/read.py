@@ -22,12 +22,11 @@ When the task is stopped, it ends after the running copy. Loads that have begun 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
-from transferd.runtime.aio import every
 from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
@@ -89,11 +88,11 @@ class Reader:
                 only_check = parts.reported
                 in_place = in_place and not only_check
             chunks = [found[start : start + size] for start in range(0, len(found), size)]
-            loads = (_Load(self, share, source, blocks, chunk, only_check=only_check) for chunk in chunks)
+            loads = (_Load(self, share, source, blocks, chunk, only_check) for chunk in chunks)
             if len(chunks) == 1:  # there is nothing to overlap
                 await next(loads).run(in_place)
             else:
-                await self._overlap(share, loads, most, in_place=in_place)
+                await share.overlapped((load.run(in_place) for load in loads), most)
         except TransferError as error:
             share.failed(error)
         finally:
@@ -109,24 +108,9 @@ class Reader:
             return False
         return source.index.ranges or not slots_for(source, share.names)
 
-    async def _overlap(self, share: Share, loads: Iterable[_Load], most: int, *, in_place: bool) -> None:
-        """Run loads, `most` at a time, until one returns that more are useless, or the task is stopped."""
-        under_way: deque[asyncio.Task[bool]] = deque()
-        try:
-            useful = True
-            for load in loads:
-                under_way.append(self._context.background.spawn(load.run(in_place)))
-                if len(under_way) == most:
-                    useful = await under_way.popleft()
-                if not useful or share.stopped is not None:
-                    break
-        finally:  # after a stop, a chunk ends within one copy; until then its device blocks are in use
-            if under_way:
-                await every(under_way)
-
     def _loaded(self, share: Share) -> int:
         """How many blocks of a task were found, if nothing looked them up. A prefix ends at its first missing block."""
-        if not getattr(share.job.task, "prefix", True) or len(share.moved) == share.job.blocks:
+        if not share.prefix or len(share.moved) == share.job.blocks:
             return len(share.moved)
         moved = set(share.moved)
         return leading([position in moved for position in range(share.job.blocks)])
@@ -145,7 +129,7 @@ class Reader:
         if stored is None:  # the source has no index: ask it
             levels = source.levels
             exists = source.exists if levels is None else levels.exists_now
-            asked = self._context.background.spawn(exists(share.names))
+            asked = self._context.background.begin(exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
@@ -167,65 +151,51 @@ class Reader:
         context.background.begin(source.quarantine(name) if levels is None else levels.quarantine_at(name, level))
 
 
+@dataclass(slots=True, eq=False)
 class _Load:
     """The load of one chunk of a task.
 
-    positions: of the chunk's blocks, ascending; borrowed.
+    positions: of the chunk's blocks, ascending.
     only_check: touch no block, because the engine may be reading them; only find damaged objects.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        share: Share,
-        source: Source,
-        blocks: CpuBlocks | None,
-        positions: Sequence[int],
-        *,
-        only_check: bool = False,
-    ) -> None:
-        self._reader, self._share, self._source, self._cpu = reader, share, source, blocks
-        self._only_check = only_check
-        self._positions = positions
-        self._prefix = getattr(share.job.task, "prefix", True)
-        self._good = 0
+    reader: Reader
+    share: Share
+    source: Source
+    blocks: CpuBlocks | None  # None if the CPU cannot copy and check them
+    positions: Sequence[int]
+    only_check: bool
+    good: int = 0  # blocks that have arrived
 
     async def run(self, in_place: bool) -> bool:
         """Load the chunk. Returns whether to continue with the next one."""
         try:
-            rest = self._positions
+            rest = self.positions
             if in_place:
                 rest = await self._in_place()
-            size = self._reader.chunk_blocks
+            size = self.reader.chunk_blocks
             for start in range(0, len(rest), size):
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
-                for _ in range(2 * self._source.tries - 1):
-                    if not again or self._share.stopped is not None:
+                for _ in range(2 * self.source.tries - 1):
+                    if not again or self.share.stopped is not None:
                         break
                     again = await self._by_slots(again)
         except TransferError as error:
-            self._share.failed(error)
+            self.share.failed(error)
             return False
-        return self._good == len(self._positions) or not (self._prefix or self._share.stopped)
+        return self.good == len(self.positions) or not (self.share.prefix or self.share.stopped)
 
     async def _in_place(self) -> Sequence[int]:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
-        share, source, blocks = self._share, self._source, self._cpu
+        share, source, blocks, positions = self.share, self.source, self.blocks, self.positions
         assert blocks is not None
-        staging, positions = share.context.staging, self._positions
-        lease = None
-        # Objects in the source's own memory need no slot.
-        if needed := source.slots_at_once and slots_for(source, [share.names[i] for i in positions]):
-            count = staging.slots_at_once(CONSUMER, min(len(positions), needed))
-            lease = await share.lease(CONSUMER, count)
+        items, drain = share.items(positions), BlockDrain(blocks, positions)
+        needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
+        lease, slots = await share.for_call(CONSUMER, "load in place", len(positions), needed)
         if share.stopped is not None:
-            if lease is not None:
-                lease.release()
             return ()
-        share.step("load in place", len(positions))
-        drain, slots = blocks.drain(positions), () if lease is None else staging.views(lease)
-        loading = share.begin(source.load(share.items(positions), drain, slots), lease)
+        loading = share.begin(source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             # The stopped task no longer waits, but a damaged object must not be loaded again.
             loading.add_done_callback(lambda done: self._note_damage(drain, done))
@@ -235,7 +205,7 @@ class _Load:
 
     def _sort(self, outcomes: Sequence[Outcome], drain: BlockDrain, blocks: CpuBlocks) -> Sequence[int]:
         """Account for the loaded blocks. Returns the positions that are left for slots. Raises TransferError."""
-        positions = self._positions
+        positions = self.positions
         if not drain.damages and all(outcome is FOUND for outcome in outcomes):  # the usual case, without a loop below
             self._arrived(positions)
             return ()
@@ -245,7 +215,7 @@ class _Load:
         for i, (position, outcome) in enumerate(zip(positions, outcomes, strict=True)):
             if outcome.found is Found.FOUND and i not in drain.damages:
                 good.append(position)
-            elif outcome is LEFT or (i in drain.damages and self._source.tries > 1):  # another copy may be good
+            elif outcome is LEFT or (i in drain.damages and self.source.tries > 1):  # another copy may be good
                 left.append(position)
             else:
                 hole = position if hole is None else hole
@@ -253,32 +223,34 @@ class _Load:
         if blocks.lost is not None:  # no further chunk can reach the block memory
             raise blocks.lost
         self._report([outcome.error for outcome in outcomes if outcome.error is not None])
-        return [i for i in left if hole is None or i < hole] if self._prefix else left
+        return [i for i in left if hole is None or i < hole] if self.share.prefix else left
 
     def _report(self, failures: Sequence[TransferError]) -> None:
         """Note errors of loads. If every position failed, more loads are useless: raise the last error."""
-        useless = len(failures) == len(self._positions)
+        useless = len(failures) == len(self.positions)
         for error in failures[:-1] if useless else failures:
-            self._share.failed(error)
+            self.share.failed(error)
         if useless:
             raise failures[-1]
 
     def _arrived(self, positions: Sequence[int]) -> None:
-        self._good += len(positions)
-        self._share.done(positions, len(positions) * self._share.context.layout.block_bytes)
+        self.good += len(positions)
+        self.share.done(positions, len(positions) * self.share.context.layout.block_bytes)
 
     def _note_damage(self, drain: BlockDrain, loaded: asyncio.Future[list[Outcome]]) -> None:
+        if not drain.damages:
+            return
         levels = [] if loaded.cancelled() or loaded.exception() else [one.level for one in loaded.result()]
         for i, damage in drain.damages.items():
             level = levels[i] if levels else 0
-            self._reader.bad(self._share.job.task.task_id, self._share.names[self._positions[i]], damage, level)
+            self.reader.bad(self.share.job.task.task_id, self.share.names[self.positions[i]], damage, level)
 
     async def _by_slots(self, positions: Sequence[int]) -> Sequence[int]:
         """Load objects to slots, check them, and copy them to their blocks. Raises TransferError.
 
         Returns the positions to load again from another level: the copy was damaged, or its level is too slow.
         """
-        share, staging = self._share, self._share.context.staging
+        share, staging = self.share, self.share.context.staging
         lease = await share.lease(CONSUMER, len(positions))
         if lease is None:
             return ()
@@ -286,7 +258,7 @@ class _Load:
         try:
             share.step("fetch", len(positions))
             loading = share.context.background.begin(
-                self._source.load(share.items(positions), None, staging.views(lease))
+                self.source.load(share.items(positions), None, staging.views(lease))
             )
             if not await share.answered(loading):
                 return ()
@@ -299,7 +271,7 @@ class _Load:
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
-            return sorted(again) if self._source.tries > 1 else ()
+            return sorted(again) if self.source.tries > 1 else ()
         finally:
             if loading is None:
                 lease.release()
@@ -314,12 +286,12 @@ class _Load:
         levels: by slot, the level that its object came from.
         """
         results: dict[int, Damage | None]
-        if self._only_check:
-            views = self._share.context.staging.views(lease)
-            reasons = await check(self._share, [views[i] for i in at], positions)
+        if self.only_check:
+            views = self.share.context.staging.views(lease)
+            reasons = await check(self.share, [views[i] for i in at], positions)
             results = {i: reason for i, reason in zip(at, reasons, strict=True) if reason is not None}
         else:
-            blocks = self._cpu or DeviceBlocks(self._share)
+            blocks = self.blocks or DeviceBlocks(self.share)
             results = await blocks.scatter(positions, lease, at)
         where = dict(zip(at, positions, strict=True))
         self._arrived([where[index] for index, damage in results.items() if damage is None])
@@ -327,6 +299,6 @@ class _Load:
         for index, damage in results.items():
             if damage is not None:
                 damaged.append(where[index])
-                name = self._share.names[where[index]]
-                self._reader.bad(self._share.job.task.task_id, name, damage, levels[index])
+                name = self.share.names[where[index]]
+                self.reader.bad(self.share.job.task.task_id, name, damage, levels[index])
         return damaged

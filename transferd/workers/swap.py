@@ -8,12 +8,6 @@ with queues of its own never runs dry between pieces.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
-from collections.abc import Awaitable
-
-from transferd.blocks.copyplan import CopyPlan, plan_copy
-from transferd.blocks.layout.base import Geometry
 from transferd.errors import TransferError
 from transferd.tasks import RankOutcome, SwapInTask, SwapOutTask
 from transferd.workers.context import RankContext
@@ -31,60 +25,41 @@ class Swapper:
         self._piece_blocks = max(1, context.staging.nbytes // UNDER_WAY // context.layout.block_bytes)
 
     async def run(self, job: Job) -> RankOutcome:
-        share, begun = Share(job, self._context), self._context.clock.monotonic()
-        if 0 < job.task.blocks <= self._piece_blocks:  # one piece overlaps with none, so it needs no asyncio task
-            if share.stopped is None:
-                everything = range(job.task.blocks)
-                await self._take(share, everything, self._copy(share, everything))
+        share, begun, size = Share(job, self._context), self._context.clock.monotonic(), self._piece_blocks
+        pieces = [range(start, min(start + size, job.blocks)) for start in range(0, job.blocks, size)]
+        if len(pieces) == 1:  # it overlaps with none, so it needs no asyncio task
+            await self._piece(share, pieces[0])
         else:
-            await self._pieces(share)
+            await share.overlapped((self._piece(share, piece) for piece in pieces), UNDER_WAY)
         share.copy_s = self._context.clock.monotonic() - begun
         return share.outcome()
 
-    async def _pieces(self, share: Share) -> None:
-        """Copy pieces in order, two at a time. After an error or a stop, begin no more; wait for those in flight."""
-        under_way: deque[tuple[range, asyncio.Task[int | None]]] = deque()
-        loop = asyncio.get_running_loop()
-        for start in range(0, share.job.task.blocks, self._piece_blocks):
-            if len(under_way) == UNDER_WAY:  # bounds how long a stop has to wait
-                await self._take(share, *under_way.popleft())
-            if share.stopped is not None or share.error is not None:
-                break
-            piece = range(start, min(start + self._piece_blocks, share.job.task.blocks))
-            if start:  # the first piece has the step "started"
-                share.step("copy", len(piece))
-            under_way.append((piece, loop.create_task(self._copy(share, piece))))
-        while under_way:
-            await self._take(share, *under_way.popleft())
-
-    async def _copy(self, share: Share, piece: range) -> int | None:
-        """Move a piece. Returns its bytes, or None if the task was stopped before every byte had moved."""
-        context, job = self._context, share.job
-        if not await share.computed():
-            return None
-        host = require(context.host)
-        plan = self._plan(job, piece, host.arena.geometry)
-        if isinstance(job.task, SwapOutTask):
-            copying = context.device.copy_out(plan, host.memory)
-        else:
-            copying = context.device.copy_in(plan, host.memory)
-        return plan.nbytes if await job.stop.copied(copying) else None
-
-    async def _take(self, share: Share, piece: range, copying: Awaitable[int | None]) -> None:
-        """Wait for a piece and add it to the share."""
+    async def _piece(self, share: Share, piece: range) -> bool:
+        """Copy a piece and add it to the share. Returns False after an error: then begin no more."""
+        if share.stopped is not None or share.error is not None:
+            return False
+        if piece.start:  # the first piece has the step "started"
+            share.step("copy", len(piece))
         try:
-            nbytes = await copying
-            if nbytes is not None:
+            if (nbytes := await self._copy(share, piece)) is not None:
                 share.done(piece, nbytes)
         except TransferError as error:
             share.failed(error)
+        return share.error is None
 
-    def _plan(self, job: Job, piece: range, host: Geometry) -> CopyPlan:
-        task = job.task
+    async def _copy(self, share: Share, piece: range) -> int | None:
+        """Move a piece. Returns its bytes, or None if the task was stopped before every byte had moved."""
+        device, task = self._context.device, share.job.task
         assert isinstance(task, SwapOutTask | SwapInTask)
-        device = self._context.device.arena.geometry
-        gpu = task.gpu_block_ids[piece.start : piece.stop]
+        if not await share.computed():
+            return None
+        host, gpu = require(self._context.host), task.gpu_block_ids[piece.start : piece.stop]
         cpu = task.cpu_block_ids[piece.start : piece.stop]
+        ours, theirs = device.arena.geometry, host.arena.geometry
         if isinstance(task, SwapOutTask):
-            return job.plan((device, host, piece.start), lambda: plan_copy(device, gpu, host, cpu))
-        return job.plan((device, host, piece.start), lambda: plan_copy(host, cpu, device, gpu))
+            plan = share.job.copy_plan(ours, gpu, theirs, cpu)
+            copying = device.copy_out(plan, host.memory)
+        else:
+            plan = share.job.copy_plan(theirs, cpu, ours, gpu)
+            copying = device.copy_in(plan, host.memory)
+        return plan.nbytes if await share.job.stop.copied(copying) else None

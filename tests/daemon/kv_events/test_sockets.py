@@ -20,7 +20,8 @@ from tests.integration.subscriber import BlockRemoved as SubscriberRemoved
 from tests.machine.hostile.raw_zmtp import Raw, frame
 from tests.support.announced import announced_hashes
 from tests.support.waits import until
-from transferd.config import EventsSection, PeerSection, Size
+from transferd.config import Size
+from transferd.config.sections import EventsSection, PeerSection
 from transferd.daemon.kv_events.announcements import Block
 from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSockets

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.announced import announced_hashes
 from tests.support.waits import until
-from transferd.config import EventsSection, PeerSection
+from transferd.config.sections import EventsSection, PeerSection
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
 from transferd.errors import ConfigError
@@ -58,7 +58,7 @@ def peer(directory: Path, node: str, *, replay: bool = True) -> PeerSection:
 
 
 def believed(index: TokenIndex, node: str) -> dict[str, set[int]]:
-    return {medium: set(hashes) for medium, hashes in index._nodes.get(node, {}).get(0, {}).items() if hashes}
+    return {place[2]: set(hashes) for place, hashes in index._held.items() if place[:2] == (node, 0) and hashes}
 
 
 async def test_a_node_that_is_followed_late_is_known_from_its_beginning_and_kept_up_with(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transferd.blocks.keys import REMEMBERED_PATHS, PathKeys, block_keys
+from transferd.blocks.keys import PathKeys, block_keys, path_keys
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -46,9 +46,8 @@ def test_the_keys_of_a_path_are_its_chained_block_keys_of_full_blocks() -> None:
     assert paths.keys(tokens) == block_keys(tokens, 4, partial=False)
     assert paths.keys(tokens, 1, 2) == block_keys(tokens, 4)[1:3]
     assert paths.keys(tokens, 3) == block_keys(tokens, 4)[3:4]
-    for i in range(REMEMBERED_PATHS + 5):
-        paths.keys(TokenIds([i] * 4))
-    assert len(paths._paths) == REMEMBERED_PATHS
+    assert paths.keys(tokens, salt="s") == path_keys(tokens, 4, "s") != paths.keys(tokens)
+    assert paths.keys(TokenIds([7] * 4)) == block_keys([7] * 4, 4)
 
 
 def test_each_engine_of_a_node_has_its_own_blocks_and_clears_its_own() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.storage.token_harness import tree
-from transferd.config import AttentionStoreSection, from_tree
+from transferd.config import from_tree
 from transferd.config.environment import fold
+from transferd.config.sections import AttentionStoreSection
 from transferd.errors import ConfigError
 from transferd.storage.attention_store.settings import settings
 

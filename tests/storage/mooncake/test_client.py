@@ -19,7 +19,7 @@ from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
 from transferd.storage.mooncake import client
 from transferd.storage.mooncake import client as glog
-from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 LIMITS = {
@@ -80,36 +80,25 @@ def test_a_stalled_transfer_is_given_up_after_the_longer_of_two_limits(
 # --- replicas and pins ----------------------------------------------------------------------------
 
 
-class Settable:
-    """What a ReplicateConfig looks like from outside, in a version that knows these attributes."""
-
-    def __init__(self, **attributes: Any) -> None:
-        self.replica_num = 1
-        self.__dict__ |= attributes
-
-
-def test_replicas_and_pins_are_passed_on_to_any_version_that_knows_them() -> None:
-    newer = SimpleNamespace(
-        ReplicateConfig=lambda: Settable(with_hard_pin=False), SoftPinAction=SimpleNamespace(ENABLE="on")
-    )
-    config = client._replicate_config(newer, section(replica_num=3, soft_pin=True, hard_pin=True))
+def test_replicas_and_pins_are_passed_on() -> None:
+    library = SimpleNamespace(ReplicateConfig=SimpleNamespace, SoftPinAction=SimpleNamespace(ENABLE="on"))
+    config = client._replicate_config(library, section(replica_num=3, soft_pin=True, hard_pin=True))
     assert (config.replica_num, config.soft_pin_action, config.with_hard_pin) == (3, "on", True)
-    older = SimpleNamespace(ReplicateConfig=lambda: Settable(with_soft_pin=False))
-    assert client._replicate_config(older, section(soft_pin=True)).with_soft_pin is True
 
 
-@pytest.mark.parametrize("pin", ["soft_pin", "hard_pin"])
-def test_a_pin_that_this_version_does_not_know_is_a_configuration_error(pin: str) -> None:
-    oldest = SimpleNamespace(ReplicateConfig=Settable)
-    with pytest.raises(ConfigError, match=rf"storage\.mooncake\.{pin}.*does not support"):
-        client._replicate_config(oldest, section(**{pin: True}))
+def test_an_older_version_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(store=SimpleNamespace(ReplicateConfig=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "mooncake", older)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(ConfigError, match=r"storage\.backend: needs Mooncake 0\.3\.13 or newer"):
+        PoolClient(section())
 
 
 # --- answers --------------------------------------------------------------------------------------
 
 
-def connected(**calls: Any) -> NativeClient:
-    native = object.__new__(NativeClient)
+def connected(**calls: Any) -> PoolClient:
+    native = object.__new__(PoolClient)
     native._store, native._replicate = SimpleNamespace(**calls), None
     return native
 
@@ -139,12 +128,12 @@ def in_a_process(code: str, *arguments: str) -> subprocess.Popen[str]:
     head = """
 import os, sys
 from transferd.config import from_tree
-from transferd.storage.mooncake.client import NativeClient
+from transferd.storage.mooncake.client import PoolClient
 def join(**more):
     settings = {"master_server_addr": sys.argv[1], "local_hostname": "127.0.0.1", "timeout": 1.5}
     settings |= {"global_segment_size": 0, "local_buffer_size": 0}
     section = from_tree({"storage": {"mooncake": settings | more}}).storage.mooncake
-    return NativeClient(section)
+    return PoolClient(section)
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MC_")}
     return subprocess.Popen(
@@ -208,4 +197,4 @@ os._exit(0)
 def test_a_process_without_the_library_has_nothing_to_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda *_args, **_more: "7f00-7f01 r-xp 0 0:0 0 /lib/libc.so.6\n")
     assert not glog.silence()
-    assert not glog.show_errors()
+    assert not glog.silence(but_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +39,7 @@ class Pool:
         self.objects = {key: {f"10.0.0.{number}:1" for number in held} for key, held in objects.items()}
         self.failing: set[str] = set()
         self.asked: list[tuple[str, str]] = []
-        self.own, self.can_copy = frozenset({"10.0.0.1:1"}), True
+        self.own = frozenset({"10.0.0.1:1"})
         self.before: Callable[[], None] = lambda: None
         monkeypatch.setattr(module, "LOOK_S", 0.001)
         monkeypatch.setattr(module, "read_segments", lambda _: list(self.nodes))
@@ -216,13 +215,10 @@ async def test_each_node_looks_at_its_share_and_rests_a_hundred_times_as_long(mo
     assert min(counted) > 0
 
 
-async def test_an_impossible_mend_or_drain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_impossible_mend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, {"k": [1]})
     with pytest.raises(RequestError, match="replica_num = 1"):
         await pool.copies.mend()
-    pool.can_copy = False
-    with pytest.raises(RequestError, match="cannot copy"):
-        await pool.copies.drain(math.inf)
 
 
 async def test_near_its_end_a_drain_asks_for_no_more_than_a_node_still_begins(monkeypatch: pytest.MonkeyPatch) -> None:

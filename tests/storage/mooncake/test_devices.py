@@ -13,7 +13,7 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection, Size
 from transferd.storage.base import FOUND, STORED, Blob
-from transferd.storage.mooncake.client import NativeClient
+from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.devices import connect
 from transferd.storage.mooncake.store import MooncakeStorage
 
@@ -56,8 +56,8 @@ async def test_a_ranks_objects_pass_the_device_that_is_its_own(tmp_path: Path, m
 
 def test_without_a_segment_for_each_rank_the_library_chooses_from_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr(NativeClient, "__init__", lambda _, section: given.append(section.rdma_devices))
-    assert type(connect(MooncakeStorageSection(rdma_devices="mlx5_0,mlx5_1"))) is NativeClient
+    monkeypatch.setattr(PoolClient, "__init__", lambda _, section: given.append(section.rdma_devices))
+    assert type(connect(MooncakeStorageSection(rdma_devices="mlx5_0,mlx5_1"))) is PoolClient
     assert given == ["mlx5_0,mlx5_1"]
 
 

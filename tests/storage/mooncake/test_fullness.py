@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.storage.harness import Harness, Open, mooncake_config, pool_storage
+from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
+from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageFull, StorageUnavailable
-from transferd.runtime.clock import Clock
 from transferd.storage.base import STORED
-from transferd.storage.mooncake.fullness import Looks, PoolState, why_full
+from transferd.storage.mooncake import store
+from transferd.storage.mooncake.fullness import PoolState, why_full
 from transferd.storage.mooncake.master_pages import LentMemory
 
 MIB = 1024**2
@@ -40,16 +41,23 @@ def test_why_says_which_it_is(nbytes: int, before: PoolState | None, after: Pool
     assert bool(said) is bool(why)
 
 
-async def test_pages_that_do_not_answer_keep_a_put_waiting_once() -> None:
-    asked = []
+async def test_pages_that_do_not_answer_keep_a_put_waiting_once(
+    monkeypatch: pytest.MonkeyPatch, open_storage: Open
+) -> None:
+    asked: list[str] = []
 
-    async def in_thread(read: Any) -> PoolState:
-        asked.append(read)
+    def unanswered(address: str) -> PoolState:
+        asked.append(address)
         raise StorageUnavailable("nobody answers")
 
-    looks = Looks(lambda: "10.0.0.1:9003", in_thread, Clock())
-    assert [await looks.look(), await looks.look()] == [None, None]
-    assert len(asked) == 1
+    monkeypatch.setattr(store, "read_state", unanswered)
+    monkeypatch.setattr(store, "ROOM_PAUSES_S", (0.001, 0.001))
+    section = MooncakeStorageSection(master_server_addr=SIM_MASTER, master_pages="10.0.0.1:9003")
+    harness = await open_storage(pool_storage(section, set_up=SimPool(capacity=1).set_up))
+    for _ in range(2):
+        (outcome,) = await harness.put(("a", b"larger"))
+        assert "NO_AVAILABLE_HANDLE" in str(outcome.error), "why is not known"
+    assert asked == ["10.0.0.1:9003"]
 
 
 @pytest.mark.one_loop

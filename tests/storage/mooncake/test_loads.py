@@ -16,7 +16,7 @@ from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, Blob, Found, Outcomes
 from transferd.storage.mooncake import error_codes, peers
-from transferd.storage.mooncake.handshake import Answer
+from transferd.storage.mooncake.connections import Address
 
 NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
 OBJECTS = {"ours": "", "a": NODE, "b": NODE, "c": OTHER}
@@ -37,10 +37,10 @@ def pool() -> SimPool:
 
 @pytest.fixture
 async def harness(open_storage: Open, pool: SimPool, silent: set[str]) -> Harness:
-    async def ask(endpoint: str, _: float) -> Answer:
+    async def ask(endpoint: str, _: float) -> frozenset[Address]:
         if endpoint in silent:
             raise StorageUnavailable("no answer")
-        return Answer((endpoint.rpartition(":")[0], 15000), None)
+        return frozenset({(endpoint.rpartition(":")[0], 15000)})
 
     section = MooncakeStorageSection(master_server_addr=SIM_MASTER)
     opened: Harness = await open_storage(pool_storage(section, clock=Clock(), set_up=pool.set_up, asker=ask))

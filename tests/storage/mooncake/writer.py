@@ -10,14 +10,14 @@ import mmap
 import sys
 
 from transferd.config import from_tree
-from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 
 def main(master: str, key: str, nbytes: int) -> None:
     pool = {"master_server_addr": master, "global_segment_size": 0, "local_buffer_size": 0}
     tree = {"storage": {"mooncake": pool | {"local_hostname": "127.0.0.1"}}}
     section = from_tree(tree).storage.mooncake
-    client = NativeClient(section)
+    client = PoolClient(section)
     memory = mmap.mmap(-1, nbytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     client.register(address, nbytes)

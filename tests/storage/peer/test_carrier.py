@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.simulation.carrier import Fabric
 from transferd.cli.pool.master import master_executable
-from transferd.config import PdSection
+from transferd.config.sections import PdSection
 from transferd.errors import PeerLost
 from transferd.storage.peer.carrier import Carrier, PeerWrite
 from transferd.storage.peer.transfer_engine import TransferEngineCarrier

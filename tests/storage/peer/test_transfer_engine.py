@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from tests.support.waits import until
-from transferd.config import PdSection
+from transferd.config.sections import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake.client import STALL_LIMITS, STALL_S
 from transferd.storage.peer import transfer_engine

@@ -21,7 +21,7 @@ from obstore.exceptions import GenericError, PermissionDeniedError
 
 from tests.support.simulation.faults import Latency, ThreadFaults
 from tests.support.simulation.threads import SimThreads
-from transferd.config import ObjectStorageSection
+from transferd.config.sections import ObjectStorageSection
 from transferd.runtime.clock import Clock
 from transferd.storage import object_store
 from transferd.storage.object_store import ObjectStorage

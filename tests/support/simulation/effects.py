@@ -17,7 +17,7 @@ import structlog
 from tests.support.named_peers import NamedPeers
 from tests.support.simulation.clock import SimClock
 from tests.support.simulation.faults import Dice, EffectFaults, LogFaults
-from transferd.control import events as ev
+from transferd.control import instructions as do
 from transferd.daemon.daemon import Daemon
 from transferd.observability.logs import Log, LogWriter
 from transferd.tasks import TaskResult
@@ -54,11 +54,11 @@ class SimEffects:
         self._send = daemon.transport.send
         self._refusing = False
         coordinator = daemon.default.coordinator
-        for kind in (ev.StopTask, ev.ExpireRound, ev.Publish, ev.WakeAt):
+        for kind in (do.StopTask, do.ExpireRound, do.Publish, do.WakeAt):
             coordinator._apply[kind] = self._either_side(kind.__name__, coordinator._apply[kind])
         for worker in coordinator.workers:
             worker.start = self._before("Start", worker.start, lambda job, *_: job.task.task_id)  # type: ignore[method-assign]
-        barrier = coordinator._barrier
+        barrier = coordinator.barrier
         barrier.open = self._before("Start", barrier.open, lambda task_id, *_: task_id)  # type: ignore[method-assign]
         daemon.transport.send = self._sends  # type: ignore[method-assign]
         self._deliver = coordinator.listeners.deliver

@@ -25,8 +25,8 @@ from tests.support.simulation.storage import WATCHES
 from tests.support.simulation.world import SimWorld
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout.base import Geometry
-from transferd.control import events as ev
-from transferd.tasks import TaskResult
+from transferd.control import instructions as do
+from transferd.tasks import Task, TaskResult
 from transferd.tiers.base import HostMemory
 
 
@@ -40,10 +40,15 @@ class Oracle:
         self._broken = ""
         self._moved = False
         daemon = world.daemon
-        self._handle = daemon.default.dispatcher.handle
-        self._deliver = daemon.default.coordinator.listeners.deliver
-        daemon.default.dispatcher.handle = self._heard  # type: ignore[method-assign] # an instrument, of this world only
-        daemon.default.coordinator.listeners.deliver = self._answered
+        coordinator = daemon.default.coordinator
+        self._carry_out = coordinator._carry_out
+        self._deliver = coordinator.listeners.deliver
+        # Instruments, of this world only.
+        coordinator._carry_out = self._heard  # type: ignore[method-assign]
+        coordinator.listeners.deliver = self._answered
+        self._submit, self._gone = daemon.default.dispatcher.submit, daemon.default.dispatcher.client_gone
+        daemon.default.dispatcher.submit = self._submitted  # type: ignore[method-assign]
+        daemon.default.dispatcher.client_gone = self._client_gone  # type: ignore[method-assign]
         for rank, device in enumerate(world.devices):
             device.begins = functools.partial(self._copy_begins, rank)
         WATCHES[:] = [self._load_begins]
@@ -78,16 +83,19 @@ class Oracle:
 
     # --- instruments --------------------------------------------------------------------------------
 
-    def _heard(self, event: ev.Event) -> list[ev.Instruction]:
+    def _heard(self, instructions: list[do.Instruction]) -> None:
         self._moved = True
-        if isinstance(event, ev.TaskSubmitted):
-            refused = self._refused
-            instructions = self._handle(event)
-            self._owed[event.client, event.seq] += not event.again or self._refused == refused
-            return instructions
-        if isinstance(event, ev.ClientGone):  # nobody is left to be answered
-            self._owed = Counter({push: owed for push, owed in self._owed.items() if push[0] != event.client})
-        return self._handle(event)
+        self._carry_out(instructions)
+
+    def _submitted(self, now: float, client: bytes, seq: int, task: Task, again: bool = False) -> list[do.Instruction]:
+        refused = self._refused
+        instructions = self._submit(now, client, seq, task, again)
+        self._owed[client, seq] += not again or self._refused == refused
+        return instructions
+
+    def _client_gone(self, now: float, client: bytes) -> list[do.Instruction]:
+        self._owed = Counter({push: owed for push, owed in self._owed.items() if push[0] != client})  # nobody is left
+        return self._gone(now, client)
 
     @property
     def _refused(self) -> int:

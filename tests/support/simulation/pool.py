@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import CopyTask, KeyBatch
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -36,7 +36,7 @@ class SimPool:
         self.calls: list[tuple[str, list[str]]] = []  # operation and keys of every call
         self.lent: list[int] = []  # sizes of segments that clients lent later than at their start
         self.registering = error_codes.OK  # what register answers
-        self.placed: dict[str, list[str]] | None = None  # who has which object; None: a library that cannot say
+        self.placed: dict[str, list[str]] = {}  # who has which object; others are on this node
         self.before: Callable[[str, Sequence[str]], None] = _nothing  # runs in the calling thread, may block
         self._scripted: dict[str, list[int]] = {}
         self._lock = threading.RLock()
@@ -52,7 +52,7 @@ class SimPool:
             self.objects[key] = data
 
     def set_up(self, section: MooncakeStorageSection) -> SimPoolClient:
-        """A client, as NativeClient(section) makes one."""
+        """A client, as PoolClient(section) is one."""
         return SimPoolClient(self, hard_pin=section.hard_pin)
 
     def call(self, operation: str, keys: Sequence[str], each: Callable[[str], int]) -> list[int]:
@@ -88,11 +88,12 @@ class SimPool:
         return True
 
 
-class SimPoolClient:
-    """A PoolClient of a SimPool. Reads and writes only memory that was registered, as a segment's owner would."""
+class SimPoolClient(PoolClient):
+    """A client of a SimPool. Reads and writes only memory that was registered, as a segment's owner would."""
 
     def __init__(self, pool: SimPool, *, hard_pin: bool) -> None:
         self.pool = pool
+        self.own = frozenset()
         self.registered: dict[int, int] = {}
         self.closed = False
         self._pin = hard_pin
@@ -110,42 +111,19 @@ class SimPoolClient:
 
     def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
         places = self._places(batch)
-        return self.pool.call("put", batch.keys, lambda key: self._store(key, places[key], over=False))
-
-    @property
-    def can_replace(self) -> bool:
-        return True
+        return self.pool.call("put", batch.keys, lambda key: self._kept(key, places[key], over=False))
 
     def replace(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
-        return self.pool.call("replace", batch.keys, lambda key: self._store(key, places[key], over=True))
-
-    @property
-    def can_locate(self) -> bool:
-        return self.pool.placed is not None
+        return self.pool.call("replace", batch.keys, lambda key: self._kept(key, places[key], over=True))
 
     def holders(self, keys: Sequence[str]) -> list[list[str]]:
-        assert self.pool.placed is not None
         self.pool.call("holders", keys, lambda _: 0)
         return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
 
     def lend(self, nbytes: int, rank: int = 0) -> int:
         self.pool.lent.append(nbytes)
         return error_codes.OK
-
-    @property
-    def own(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def can_copy(self) -> bool:
-        return False
-
-    def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
-        raise NotImplementedError
-
-    def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
-        raise NotImplementedError
 
     def get(self, batch: KeyBatch) -> list[int]:
         places = self._places(batch)
@@ -180,7 +158,7 @@ class SimPoolClient:
     def _is_registered(self, address: int, size: int) -> bool:
         return any(start <= address and address + size <= start + n for start, n in self.registered.items())
 
-    def _store(self, key: str, place: tuple[int, int], *, over: bool) -> int:
+    def _kept(self, key: str, place: tuple[int, int], *, over: bool) -> int:
         if not self._is_registered(*place):
             return error_codes.INVALID_PARAMS
         return self.pool.store(key, ctypes.string_at(*place), pin=self._pin, over=over)

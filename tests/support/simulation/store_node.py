@@ -22,7 +22,8 @@ from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.world import daemon_of_engines
 from transferd.client.client import Client
 from transferd.client.engines import Engine
-from transferd.config import LevelSection, MemoryStorageSection, ObjectStorageSection, StorageSection
+from transferd.config import LevelSection, StorageSection
+from transferd.config.sections import MemoryStorageSection, ObjectStorageSection
 from transferd.config.size import Size
 from transferd.runtime.aio import every
 from transferd.storage.base import Storage

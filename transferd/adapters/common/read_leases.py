@@ -50,7 +50,7 @@ class ReadLeases:
         if places is None:
             return
         whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
-        digests = ObjectNamer(*whose).digests(keys)
+        digests = ObjectNamer(*whose).ids(keys)
         names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
         marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
         with self._changes:

@@ -19,7 +19,7 @@ from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 SEGMENT = 1024**3
 STAGING = "128MiB"  # room for two of its chunks, as docs/operations.md advises
@@ -39,10 +39,10 @@ def subjects(directory: Path) -> Iterator[list[Subject]]:
 
 
 def _subject(name: str, master: Master, lent: int) -> Subject:
-    clients: list[NativeClient] = []
+    clients: list[PoolClient] = []
 
-    def set_up(section: MooncakeStorageSection) -> NativeClient:
-        clients.append(NativeClient(section))
+    def set_up(section: MooncakeStorageSection) -> PoolClient:
+        clients.append(PoolClient(section))
         return clients[-1]
 
     def storage(config: Config) -> Storage:
@@ -58,7 +58,7 @@ def _subject(name: str, master: Master, lent: int) -> Subject:
 class _RawPool(Raw):
     """batch_put_from and batch_get_into, all objects in one call: the library at its best."""
 
-    def __init__(self, client: NativeClient, object_bytes: int) -> None:
+    def __init__(self, client: PoolClient, object_bytes: int) -> None:
         self._client = client
         self._memory = mmap.mmap(-1, OBJECTS * object_bytes)
         self._memory.write(b"\x01" * len(self._memory))

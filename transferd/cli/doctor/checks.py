@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from transferd.wire.obstacle import obstacle_at
 GIB = 1024**3
 LARGE_BLOCK = 1024**2  # such a load is no faster from memory than from the page cache
 ENGINES = ("fastdeploy-gpu", "fastdeploy-xpu", "vllm", "paddlepaddle", "paddlepaddle-gpu")
+MOONCAKES = tuple(f"mooncake-transfer-engine{kind}" for kind in ("", "-non-cuda", "-cuda13"))
 PLUGINS = "FD_PLUGINS"  # FastDeploy's list
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "ceph", "9p")
 PASSING_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
@@ -316,11 +318,22 @@ def bucket(patient: Patient) -> Diagnosis:
     return ok("bucket", f"{patient.config.storage.object.url}: an object was stored, loaded and removed")
 
 
+def mooncake_problem(machine: Machine) -> str:
+    """Why the Python package mooncake is of no use; "" if it is."""
+    if not machine.module("mooncake"):
+        return "the Python package mooncake is missing"
+    for name in MOONCAKES:
+        found = machine.package(name)
+        if found and [int(part) for part in re.findall(r"\d+", found)] < [0, 3, 13]:
+            return f"{name} {found} is older than 0.3.13"
+    return ""
+
+
 def mooncake(patient: Patient) -> Diagnosis:
     if not patient.plan.sizes.pool:
         return ok("mooncake", "not used")
-    if not patient.machine.module("mooncake"):
-        return fail("mooncake", "the Python package mooncake is missing", "pip install 'transferd[mooncake]'")
+    if problem := mooncake_problem(patient.machine):
+        return fail("mooncake", problem, "pip install -U 'transferd[mooncake]'")
     address = patient.config.storage.mooncake.master_server_addr
     target = host_and_port(address)
     if "://" in address or target is None:

@@ -11,7 +11,7 @@ from transferd.adapters.common.directories import started_daemons
 from transferd.adapters.common.packaged import nobody_listens
 from transferd.adapters.fastdeploy.companion import load_sections
 from transferd.adapters.fastdeploy.words import storage_in_words, storage_settings
-from transferd.cli.doctor.checks import Diagnosis, fail, ok, warn
+from transferd.cli.doctor.checks import Diagnosis, fail, mooncake_problem, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.config import Config, MooncakeStorageSection
 from transferd.config.sections import DEFAULT_ENDPOINT
@@ -80,8 +80,8 @@ def _stored(config: Config) -> Diagnosis:
 def _pool(machine: Machine, config: Config) -> Diagnosis:
     """Whether the master answers, and by which address other nodes will reach this one."""
     name, pool = f"{NAME}'s storage", config.storage.mooncake
-    if not machine.module("mooncake"):
-        return fail(name, "the Python package mooncake is missing", "pip install 'transferd[mooncake]'")
+    if problem := mooncake_problem(machine):
+        return fail(name, problem, "pip install -U 'transferd[mooncake]'")
     try:
         check_section(pool)
         target = host_and_port(pool.master_server_addr)

@@ -20,7 +20,7 @@ from transferd.errors import ConfigError
 from transferd.observability import logs
 from transferd.observability.units import size
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.mooncake.client import NativeClient
+from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.join import check_section, join
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
 
@@ -42,7 +42,7 @@ async def _lend(section: MooncakeStorageSection) -> None:
     own = msgspec.structs.replace(section, local_hostname=section.lender, lender="", local_buffer_size=Size(0))
     calls = NativeCalls(section.timeout)
     calls.open()
-    client = await join(own, calls, SYSTEM_CLOCK, NativeClient)
+    client = await join(own, calls, SYSTEM_CLOCK, PoolClient)
     notifier = Notifier.from_environment()
     notifier.notify("READY=1", f"STATUS=lends {size(section.global_segment_size)}")
     logs.say(f"lending {size(section.global_segment_size)} to the pool at {section.lender}", level="info")

@@ -19,7 +19,8 @@ from rich.table import Table
 from transferd.cli.replay.engine import Tiers
 from transferd.cli.replay.predicted import GivenLevel, predict
 from transferd.cli.replay.trace import TraceRequest
-from transferd.config import Config, LevelSection, Reserve
+from transferd.config import Config, LevelSection
+from transferd.config.size import Reserve
 from transferd.daemon.preflight import build_engine
 from transferd.errors import ConfigError
 from transferd.storage.base import Storage

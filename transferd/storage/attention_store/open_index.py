@@ -7,7 +7,7 @@ TokenIndex has the blocks of each node.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from transferd.blocks.keys import PathKeys
@@ -113,7 +113,7 @@ class TokenIndex:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[str, dict[int, dict[str, set[int]]]] = {}  # node, engine, medium
+        self._held: dict[tuple[str, int, str], set[int]] = {}  # by node, engine and medium
 
     def apply(self, node: str, event: KvEvent, engine: int = 0) -> None:
         """Apply an event that a node published about one of its engines. Removing what is not there does nothing.
@@ -121,52 +121,44 @@ class TokenIndex:
         engine: its dp_rank; AllBlocksCleared is about this engine alone.
         """
         if isinstance(event, BlockStored):
-            media = self._nodes.setdefault(node, {}).setdefault(engine, {})
-            media.setdefault(event.medium, set()).update(event.block_hashes)
+            self._held.setdefault((node, engine, event.medium), set()).update(event.block_hashes)
         elif isinstance(event, BlockRemoved):
-            held = self._nodes.get(node, {}).get(engine, {}).get(event.medium, set())
-            held.difference_update(event.block_hashes)
+            self._held.get((node, engine, event.medium), set()).difference_update(event.block_hashes)
         elif isinstance(event, AllBlocksCleared):
-            engines = self._nodes.get(node, {})
-            engines.pop(engine, None)
-            if not engines:
-                self.forget(node)
+            self._held = {place: held for place, held in self._held.items() if place[:2] != (node, engine)}
 
     def forget(self, node: str) -> None:
         """Drop all blocks of this node."""
-        self._nodes.pop(node, None)
+        self._held = {place: held for place, held in self._held.items() if place[0] != node}
 
     def blocks_of(self, node: str) -> int:
         """How many blocks a node has announced, summed over all engines and media."""
-        return sum(len(held) for media in self._nodes.get(node, {}).values() for held in media.values())
+        return sum(len(held) for place, held in self._held.items() if place[0] == node)
 
     def locate(self, hashes: Sequence[int]) -> dict[str, dict[str, int]]:
         """For each node that has the first block: leading blocks per medium, and over all media under `any`.
 
         A path counts as far as one engine of the node has it.
         """
+        engines: dict[tuple[str, int], dict[str, set[int]]] = {}
+        for (node, engine, medium), held in self._held.items():
+            engines.setdefault((node, engine), {})[medium] = held
         found: dict[str, dict[str, int]] = {}
-        for node, engines in self._nodes.items():
-            counts: dict[str, int] = {}
-            for media in engines.values():
-                each = {medium: _leading(hashes, [held]) for medium, held in media.items()}
-                for medium, count in (each | {ANY_MEDIUM: _leading(hashes, list(media.values()))}).items():
-                    counts[medium] = max(counts.get(medium, 0), count)
-            if counts.get(ANY_MEDIUM):
-                found[node] = {medium: count for medium, count in counts.items() if count}
+        for (node, _), media in engines.items():
+            counts = {medium: _leading(hashes, [held]) for medium, held in media.items()}
+            counts[ANY_MEDIUM] = _leading(hashes, list(media.values()))
+            if counts[ANY_MEDIUM]:
+                there = found.setdefault(node, {})
+                there |= {medium: max(count, there.get(medium, 0)) for medium, count in counts.items() if count}
         return found
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """The number of blocks, by node and medium."""
-        return {node: _by_medium(engines.values()) for node, engines in self._nodes.items()}
-
-
-def _by_medium(each: Iterable[dict[str, set[int]]]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for media in each:
-        for medium, held in media.items():
-            counts[medium] = counts.get(medium, 0) + len(held)
-    return counts
+        counts: dict[str, dict[str, int]] = {}
+        for (node, _, medium), held in self._held.items():
+            media = counts.setdefault(node, {})
+            media[medium] = media.get(medium, 0) + len(held)
+        return counts
 
 
 def _leading(hashes: Sequence[int], held: Sequence[set[int]]) -> int:

@@ -15,21 +15,23 @@ Rank 0 then updates the index: after a read the blocks are in device memory, aft
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
 
 from transferd.blocks.keys import PathKeys
-from transferd.blocks.layout import build_layout
+from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
+from transferd.config.sections import AttentionStoreSection
 from transferd.errors import (
     Closed,
     ConfigError,
@@ -39,8 +41,9 @@ from transferd.errors import (
     StorageUnavailable,
     TierError,
 )
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import CLOSE_S, Crew, Work
 from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
 from transferd.storage.attention_store.settings import settings
@@ -63,9 +66,8 @@ class _AttachedRank:
     def __init__(self, port: RankPort, session: SdkSession) -> None:
         self.port = port
         self.session = session
-        name = f"transferd-as-{port.rank}"
-        self.loads, self.stores = SerialExecutor(f"{name}-load"), SerialExecutor(f"{name}-store")
-        self.queries, self.index_updates = SerialExecutor(f"{name}-query"), SerialExecutor(f"{name}-index")
+        names = [f"transferd-as-{port.rank}-{use}" for use in ("load", "store", "query", "index")]
+        self._executors = self.loads, self.stores, self.queries, self.index_updates = [SerialExecutor(n) for n in names]
 
     def open(self) -> None:
         """Start the threads of all executors. Raises NoThreads."""
@@ -75,10 +77,6 @@ class _AttachedRank:
     def close(self, within: float = 0.0) -> list[str]:
         """Close the executors. Returns the calls that still run."""
         return [call for executor in self._executors for call in executor.close(within)]
-
-    @property
-    def _executors(self) -> tuple[SerialExecutor, ...]:
-        return self.loads, self.stores, self.queries, self.index_updates
 
 
 class SdkTokenStorage(TokenStorage):
@@ -104,7 +102,7 @@ class SdkTokenStorage(TokenStorage):
         self._library = load_library()
         self._ranks: dict[int, _AttachedRank] = {}
         self._detached: list[_AttachedRank] = []  # ranks that were detached while some of their calls still ran
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
         self._counts: Counter[str] = Counter()
 
     # --- life ---------------------------------------------------------------------------------------
@@ -113,23 +111,10 @@ class SdkTokenStorage(TokenStorage):
         """Does nothing: the SDK needs device memory first."""
 
     async def attach(self, port: RankPort) -> None:
-        sizes = [plane.nbytes for plane in self._layout.planes if plane.name in ("key", "value")]
-        shard = Shard(
-            namespace=self._settings.namespace,
-            pod_name=self._settings.pod_name,
-            model_version=self._settings.model_version,
-            rank=port.rank,
-            ranks=self._ranks_in_group,
-            layers=self._layout.layers + self._layout.mtp_layers,
-            block_size=self._block_size,
-            key_bytes=sizes[0],
-            value_bytes=sizes[-1],  # MLA and DSA have no values: FastDeploy names the size of the keys twice, too
-            device=port.device.device,
-            dp_id=self._section.dp_id,
-        )
+        given = self._settings, self._layout, self._block_size, self._ranks_in_group, port.rank, port.device.device
         starting = SerialExecutor(f"transferd-as-{port.rank}-start")
         try:
-            session = await starting.run(lambda: SdkSession(self._library, shard), "opening of a session")
+            session = await starting.run(lambda: SdkSession(self._library, *given), "opening of a session")
         finally:
             starting.close(0.0)
         rank = _AttachedRank(port, session)
@@ -163,8 +148,9 @@ class SdkTokenStorage(TokenStorage):
 
     async def close(self) -> None:
         """Close every session. Raises StillRunning if calls have not returned, and leaves their threads behind."""
-        if self._background:
-            await asyncio.wait(self._background, timeout=CLOSE_WAIT_S)
+        with contextlib.suppress(TimeoutError):
+            async with timeout(CLOSE_WAIT_S):
+                await self._background.settled()
         for rank in list(self._ranks):
             self.detach(rank)
         end = time.monotonic() + CLOSE_S  # real time, because it waits for real threads
@@ -201,8 +187,7 @@ class SdkTokenStorage(TokenStorage):
         if not self._moves:
             return transfer.ended(0, StorageError("AttentionStore: flush-only, no bytes of this layout move"), 0.0)
         rank = self._ranks[transfer.rank]
-        load = functools.partial(self._load, rank, transfer)
-        outcome = await self._in_slices(transfer, rank.loads, load, None, transfer.remaining_s)
+        outcome = await self._in_slices(transfer, rank, None, transfer.remaining_s, write=False)
         moved = len(outcome.moved)
         self._counts["hits"] += moved
         self._counts["misses"] += len(transfer.blocks) - moved
@@ -211,8 +196,7 @@ class SdkTokenStorage(TokenStorage):
 
     async def write(self, transfer: Transfer) -> RankOutcome:
         rank, total = self._ranks[transfer.rank], self._settings.total_timeout or transfer.remaining_s
-        store, slice_timeout = functools.partial(self._store, rank, transfer), self._settings.slice_timeout
-        outcome = await self._in_slices(transfer, rank.stores, store, slice_timeout, total, whole=True)
+        outcome = await self._in_slices(transfer, rank, self._settings.slice_timeout, total, write=True)
         self._counts["stored"] += len(outcome.moved)
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
@@ -243,26 +227,23 @@ class SdkTokenStorage(TokenStorage):
     async def _in_slices(
         self,
         transfer: Transfer,
-        executor: SerialExecutor,
-        call: Callable[..., int],
+        rank: _AttachedRank,
         slice_timeout: float | None,
         total_timeout: float,
         *,
-        whole: bool = False,
+        write: bool,
     ) -> RankOutcome:
-        """Call once per slice, until one moves fewer than all its blocks. whole: treat that as an error."""
+        """Call once per slice, until one moves fewer than all its blocks. A write treats that as an error."""
         began = self._clock.monotonic()
         end = began + total_timeout
+        executor = rank.stores if write else rank.loads
         moved, error = 0, None
         while moved < len(transfer.blocks) and not transfer.stopped:
             blocks = list(transfer.blocks[moved : moved + self._settings.slice_blocks])
             first = transfer.start + moved
             try:
-                count = await self._call(
-                    transfer,
-                    executor,
-                    functools.partial(self._slice, call, first, blocks, slice_timeout, end),
-                )
+                move = functools.partial(self._slice, rank, transfer, first, blocks, slice_timeout, end, write=write)
+                count = await self._call(transfer, executor, move)
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
             except (StorageError, TierError) as problem:
@@ -271,7 +252,7 @@ class SdkTokenStorage(TokenStorage):
                 break
             moved += count
             if count < len(blocks):
-                if whole and not transfer.stopped:
+                if write and not transfer.stopped:
                     error = StorageError(f"AttentionStore stored only {moved} of {len(transfer.blocks)} blocks")
                 break
         return transfer.ended(moved, error, self._clock.monotonic() - began)
@@ -284,31 +265,32 @@ class SdkTokenStorage(TokenStorage):
         return await answer
 
     def _slice(
-        self, call: Callable[..., int], first: int, blocks: list[int], slice_timeout: float | None, end: float
+        self,
+        rank: _AttachedRank,
+        transfer: Transfer,
+        first: int,
+        blocks: list[int],
+        slice_timeout: float | None,
+        end: float,
+        *,
+        write: bool,
     ) -> int:
         """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
-        timeout = left if slice_timeout is None else min(slice_timeout, left)
-        if timeout <= 0:
+        limit = left if slice_timeout is None else min(slice_timeout, left)
+        if limit <= 0:
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
-        return call(first, blocks, timeout)
-
-    def _load(self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], timeout: float) -> int:
         tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
+        move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
         if not device.addressable:
-            return rank.session.read(tokens, first, *tensors_of(self._layout, device.arena), blocks, timeout)
+            return move(*tensors_of(self._layout, device.arena), blocks, limit)
         own = OwnBlocks(self._layout, device.arena, blocks)
-        count = rank.session.read(tokens, first, *own.tensors, list(range(len(blocks))), timeout)
-        own.copy_in(max(0, count))
+        if write:
+            own.copy_out()
+        count = move(*own.tensors, list(range(len(blocks))), limit)
+        if not write:
+            own.copy_in(max(0, count))
         return count
-
-    def _store(self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], timeout: float) -> int:
-        tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
-        if not device.addressable:
-            return rank.session.write(tokens, first, *tensors_of(self._layout, device.arena), blocks, timeout)
-        own = OwnBlocks(self._layout, device.arena, blocks)
-        own.copy_out()
-        return rank.session.write(tokens, first, *own.tensors, list(range(len(blocks))), timeout)
 
     def _tokens(self, transfer: Transfer, blocks: int) -> list[int]:
         tokens: list[int] = transfer.path.array[: blocks * self._block_size].tolist()
@@ -317,18 +299,13 @@ class SdkTokenStorage(TokenStorage):
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
             path = TokenIds(transfer.path.array[: (transfer.start + moved) * self._block_size])
-            self._spawn(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
+            self._background.begin(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
 
     async def _update_index(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
         try:
             await self.flush_token_index(path, start, resident=resident)
         except (StorageError, Closed) as error:
             log.warning("token index update failed", task_id=task_id, resident=resident, problem=str(error))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 PACKAGE = "attentionstore_sdk"
@@ -370,71 +347,60 @@ def _attention_type() -> Any:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shard:
-    """The SDK's description of one rank."""
-
-    namespace: str | None
-    pod_name: str | None
-    model_version: str
-    rank: int
-    ranks: int
-    layers: int
-    block_size: int
-    key_bytes: int
-    value_bytes: int
-    device: int | str
-    dp_id: int
-
-
 class SdkSession:
     """One rank's SDK object, called as FastDeploy does. Every method blocks; the rank's executors call them.
 
     The SDK's builds differ: that for CUDA has an AttentionType and takes more arguments. Raises StorageError.
     """
 
-    def __init__(self, library: Library, shard: Shard) -> None:
+    def __init__(
+        self,
+        library: Library,
+        section: AttentionStoreSection,
+        layout: BlockLayout,
+        block_size: int,
+        ranks: int,
+        rank: int,
+        device: int | str,
+    ) -> None:
         self._library = library
-        self._layer_ids = list(range(shard.layers))
-        self._block_size = shard.block_size
-        names = (shard.namespace, shard.pod_name, shard.model_version)
-        shape = (shard.rank, shard.ranks, shard.layers, shard.block_size, shard.key_bytes)
+        self._layer_ids = list(range(layout.layers + layout.mtp_layers))
+        self._block_size = block_size
+        # MLA and DSA have no values: FastDeploy names the size of the keys twice, too.
+        sizes = [plane.nbytes for plane in layout.planes if plane.name in ("key", "value")]
+        names = (section.namespace, section.pod_name, section.model_version)
+        args = (*names, rank, ranks, len(self._layer_ids), block_size, sizes[0])
         with _translated(library, "initialisation"):
             if library.attention_type is not None:
-                self._sdk = library.sdk(
-                    *names,
-                    *shape,
-                    shard.value_bytes,
-                    shard.device,
-                    shard.dp_id,
-                    attention_type=library.attention_type.MHA,
-                    enable_as_kv_rw=True,
-                    gpu_count=0,
-                )
+                how = {"attention_type": library.attention_type.MHA, "enable_as_kv_rw": True, "gpu_count": 0}
+                self._sdk = library.sdk(*args, sizes[-1], device, section.dp_id, **how)
             else:
-                self._sdk = library.sdk(*names, *shape, shard.device, shard.dp_id)
+                self._sdk = library.sdk(*args, device, section.dp_id)
 
     def match(self, tokens: Sequence[int], start: int, timeout: float) -> int:
         with _translated(self._library, "match"):
             return int(self._sdk.match(self._tokens(tokens), start, timeout))
 
-    def read(
-        self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
+    def move(
+        self,
+        call: str,
+        tokens: Sequence[int],
+        start: int,
+        keys: list[int],
+        values: list[int],
+        blocks: list[int],
+        timeout: float,
     ) -> int:
-        """Read blocks and return how many arrived. keys, values: the address of each layer's tensor."""
-        more: dict[str, Any] = {} if self._library.attention_type is None else {"remote_addrs": None}
-        with _translated(self._library, "read"):
-            args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
-            return int(self._sdk.read(*args, **more))
+        """Make a call, `read` or `write`. Returns how many blocks arrived, or how many the store took.
 
-    def write(
-        self, tokens: Sequence[int], start: int, keys: list[int], values: list[int], blocks: list[int], timeout: float
-    ) -> int:
-        """Write blocks and return how many the store took."""
-        more: dict[str, Any] = {} if self._library.attention_type is None else {"h2h_copy": False, "params": None}
-        with _translated(self._library, "write"):
+        keys, values: the address of each layer's tensor.
+        """
+        more: dict[str, Any] = {}
+        if self._library.attention_type is not None:
+            more = {"remote_addrs": None} if call == "read" else {"h2h_copy": False, "params": None}
+        with _translated(self._library, call):
             args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
-            return int(self._sdk.write(*args, **more))
+            return int(getattr(self._sdk, call)(*args, **more))
 
     def flush_token_index(self, tokens: Sequence[int], start: int, *, resident: bool) -> None:
         here = self._library.in_device_memory
@@ -446,20 +412,14 @@ class SdkSession:
         return self._library.tokens(list(tokens), self._block_size)
 
 
-class _translated:  # noqa: N801 - used as a clause of `with`
+@contextlib.contextmanager
+def _translated(library: Library, call: str) -> Iterator[None]:
     """Turns the library's exceptions into StorageError."""
-
-    def __init__(self, library: Library, call: str) -> None:
-        self._library = library
-        self._call = call
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            what = "" if isinstance(error, self._library.error) else f"{type(error).__name__}: "
-            raise StorageError(f"AttentionStore, {self._call}: {what}{error}") from error
+    try:
+        yield
+    except Exception as error:
+        what = "" if isinstance(error, library.error) else f"{type(error).__name__}: "
+        raise StorageError(f"AttentionStore, {call}: {what}{error}") from error
 
 
 T = TypeVar("T")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from transferd.config import AttentionStoreSection, StorageSection
+from transferd.config import StorageSection
 from transferd.config.rules import namespace_of, pod_name_of
+from transferd.config.sections import AttentionStoreSection
 
 
 def settings(storage: StorageSection) -> AttentionStoreSection:

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -37,6 +37,7 @@ from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, OVERTAKEN, UNS
 
 log = structlog.get_logger(__name__)
 
+LEAST_VERSION = "0.3.13"  # with SoftPinAction
 STALL_S = 3  # a TCP transfer that moves no byte for this long has failed
 LANES = 4  # connections to a node, by default
 STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
@@ -71,82 +72,12 @@ CopyTask = tuple[int, int]
 """The id of a copy that a node makes."""
 
 
-class PoolClient(Protocol):
-    """A connected client, as the backend uses it. Every method blocks and may be called from any thread.
+class PoolClient:
+    """The library's client of one pool, connected. Every method blocks and may be called from any thread.
 
     Call `close` only when no other call runs. Lists of codes have one code per key (error_codes.py). Raises
     StorageError if the library itself fails.
     """
-
-    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
-        """Register memory of a rank that batches point into. Returns 0 or a code. Raises StorageUnavailable."""
-
-    def unregister(self, address: int) -> int:
-        """Undo `register`. Returns 0 or a code."""
-
-    def exists(self, keys: Sequence[str]) -> list[int]:
-        """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
-
-    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
-        """Store objects; 0 or a code for each. alone: one copy, and that on this node if it lends memory.
-
-        Also 0 for a key that another client is writing, or never finished.
-        """
-
-    @property
-    def can_replace(self) -> bool:
-        """Whether `replace` may be called."""
-
-    def replace(self, batch: KeyBatch) -> list[int]:
-        """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
-
-    @property
-    def can_locate(self) -> bool:
-        """Whether `holders` may be called."""
-
-    def holders(self, keys: Sequence[str]) -> list[list[str]]:
-        """For each key, the nodes (host:port) that have the whole object, first the one that a get reads from.
-
-        "" stands for this node, and for a medium that is no node's memory. The list is empty if there is no such
-        object, or the master does not answer. Leases existing objects, as `exists` does.
-        """
-
-    @property
-    def own(self) -> frozenset[str]:
-        """This node's names among the holders; empty if it lends no memory."""
-
-    @property
-    def can_copy(self) -> bool:
-        """Whether `copy` may be called."""
-
-    def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
-        """Request a further copy of each object (key) in a segment (name). Returns a task or a code for each.
-
-        A node that has the object makes it from its own memory; it begins 16 copies a second. Raises
-        StorageUnavailable if the master does not answer.
-        """
-
-    def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
-        """Whether each task has made its copy; None while it runs. Raises StorageUnavailable, as `copy` does."""
-
-    def get(self, batch: KeyBatch) -> list[int]:
-        """Load objects; each object's length, or a code."""
-
-    def lengths(self, keys: Sequence[str]) -> list[int]:
-        """The objects' lengths, or codes. Takes one request per key."""
-
-    def remove(self, keys: Sequence[str]) -> list[int]:
-        """Remove objects, even leased and pinned ones; 0 or a code for each."""
-
-    def lend(self, nbytes: int, rank: int = 0) -> int:
-        """Lend the pool a further segment, for a rank; the client owns it. Returns 0 or a code. Takes seconds."""
-
-    def close(self) -> None:
-        """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
-
-
-class NativeClient:
-    """The library's client of one pool, connected: a PoolClient."""
 
     _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
 
@@ -157,8 +88,10 @@ class NativeClient:
             from mooncake import store as library
         except ImportError as error:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
+        if not hasattr(library, "SoftPinAction"):
+            raise ConfigError("storage.backend", f"needs Mooncake {LEAST_VERSION} or newer", "mooncake")
         quiet = section.native_log == "off"
-        if quiet and not (show_errors() if NativeClient._failed == 1 else silence()):
+        if quiet and not silence(but_errors=PoolClient._failed == 1):
             log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
         self._replicate = _replicate_config(library, section)
         self._alone = _replicate_config(library, section)
@@ -175,19 +108,17 @@ class NativeClient:
                 section.rdma_devices,
                 section.master_server_addr,
             )
-        NativeClient._failed = 0 if code == 0 else NativeClient._failed + 1
+        PoolClient._failed = 0 if code == 0 else PoolClient._failed + 1
         if code != 0:
             raise StorageUnavailable(
                 f"the Mooncake master at {section.master_server_addr} rejected this client ({describe(code)})"
             )
         if quiet:
             silence()
-        self._own: frozenset[str] = frozenset()
-        if self.can_locate:
-            self._complete = library.ReplicaStatus.COMPLETE
-        if self.can_copy:
-            status = library.TaskStatus
-            self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
+        self.own: frozenset[str] = frozenset()  # its names among the holders; empty if it lends no memory
+        self._complete = library.ReplicaStatus.COMPLETE
+        status = library.TaskStatus
+        self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
         if section.lender:
             self._prefer(section.lender)
         elif section.global_segment_size:
@@ -195,11 +126,7 @@ class NativeClient:
 
     def _prefer(self, segment: str) -> None:
         """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
-        for config in (self._replicate, self._alone):
-            if hasattr(config, "preferred_segments"):
-                config.preferred_segments = [segment]
-            elif hasattr(config, "preferred_segment"):  # of older versions
-                config.preferred_segment = segment
+        self._replicate.preferred_segments = self._alone.preferred_segments = [segment]
 
     def prefer_own(self) -> None:
         """Put the first copy into the segment that this client lends, or will lend."""
@@ -207,54 +134,56 @@ class NativeClient:
         self._prefer(name)
         # A segment has one port in its name and listens on another, which the library does not report.
         host = name.rpartition(":")[0]
-        self._own = frozenset(f"{host}:{port}" for port in connections.listening())
+        self.own = frozenset(f"{host}:{port}" for port in connections.listening())
 
     def register(self, address: int, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002 - one client for all ranks
+        """Register memory of a rank that batches point into. Returns 0 or a code. Raises StorageUnavailable."""
         code: int = self._store.register_buffer(address, nbytes)
         return code
 
     def unregister(self, address: int) -> int:
+        """Undo `register`. Returns 0 or a code."""
         code: int = self._store.unregister_buffer(address)
         return code
 
     def exists(self, keys: Sequence[str]) -> list[int]:
+        """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
         return _per_key(keys, lambda: self._store.batch_is_exist(list(keys)))
 
     def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+        """Store objects; 0 or a code for each. alone: one copy, and that on this node if it lends memory.
+
+        Also 0 for a key that another client is writing, or never finished.
+        """
         replicate = self._alone if alone else self._replicate
         return _per_key(
             batch.keys, lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, replicate)
         )
 
-    @property
-    def can_replace(self) -> bool:
-        return hasattr(self._store, "batch_upsert_from")
-
     def replace(self, batch: KeyBatch) -> list[int]:
+        """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
         return _per_key(
             batch.keys,
             lambda: self._store.batch_upsert_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
         )
 
-    @property
-    def can_locate(self) -> bool:
-        return hasattr(self._store, "batch_get_replica_desc")
-
     def holders(self, keys: Sequence[str]) -> list[list[str]]:
+        """For each key, the nodes (host:port) that have the whole object, first the one that a get reads from.
+
+        "" stands for this node, and for a medium that is no node's memory. The list is empty if there is no such
+        object, or the master does not answer. Leases existing objects, as `exists` does.
+        """
         with _translated():
             found = self._store.batch_get_replica_desc(list(keys))
-        held = [[_holder(r, self._own) for r in found.get(key, ()) if r.status == self._complete] for key in keys]
+        held = [[_holder(r, self.own) for r in found.get(key, ()) if r.status == self._complete] for key in keys]
         return [sorted(each, key=bool) if len(each) > 1 else each for each in held]
 
-    @property
-    def own(self) -> frozenset[str]:
-        return self._own
-
-    @property
-    def can_copy(self) -> bool:
-        return hasattr(self._store, "create_copy_task") and hasattr(self._store, "query_task")
-
     def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
+        """Request a further copy of each object (key) in a segment (name). Returns a task or a code for each.
+
+        A node that has the object makes it from its own memory; it begins 16 copies a second. Raises
+        StorageUnavailable if the master does not answer.
+        """
         answers: list[CopyTask | int] = []
         with _translated():
             for key, segment in copies:
@@ -264,6 +193,7 @@ class NativeClient:
         return answers
 
     def copied(self, tasks: Sequence[CopyTask]) -> list[bool | None]:
+        """Whether each task has made its copy; None while it runs. Raises StorageUnavailable, as `copy` does."""
         ended: list[bool | None] = []
         with _translated():
             for task in tasks:
@@ -273,22 +203,25 @@ class NativeClient:
         return ended
 
     def get(self, batch: KeyBatch) -> list[int]:
+        """Load objects; each object's length, or a code."""
         return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
 
     def lengths(self, keys: Sequence[str]) -> list[int]:
+        """The objects' lengths, or codes. Takes one request per key."""
         return _per_key(keys, lambda: [self._store.get_size(key) for key in keys])
 
     def remove(self, keys: Sequence[str]) -> list[int]:
+        """Remove objects, even leased and pinned ones; 0 or a code for each."""
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
     def lend(self, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002
-        if not hasattr(self._store, "allocate_and_mount_segment"):
-            raise StorageError("this Mooncake version lends one segment only")
+        """Lend the pool a further segment, for a rank; the client owns it. Returns 0 or a code. Takes seconds."""
         with _translated():
             code: int = self._store.allocate_and_mount_segment(nbytes, protocol=self._protocol)["ret"]
         return code
 
     def close(self) -> None:
+        """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
         store, self._store = self._store, None  # a call on a closed client would crash the process
         store.close()
 
@@ -301,14 +234,10 @@ def put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list
     answers = client.put(batch, alone=alone)
     held: list[list[str]] = [[] for _ in answers]
     doubtful = [i for i, code in enumerate(answers) if code == OK or code in OVERTAKEN]
-    keys = [batch.keys[i] for i in doubtful]
-    if doubtful and client.can_locate:
-        for i, holders in zip(doubtful, client.holders(keys), strict=True):
+    if doubtful:
+        for i, holders in zip(doubtful, client.holders([batch.keys[i] for i in doubtful]), strict=True):
             held[i] = holders
             answers[i] = OK if holders else UNSEEN
-    elif doubtful:
-        for i, found in zip(doubtful, client.exists(keys), strict=True):
-            answers[i] = OK if found == 1 else UNSEEN if found == 0 else found
     return answers, held
 
 
@@ -377,16 +306,8 @@ def _replicate_config(library: Any, section: MooncakeStorageSection) -> Any:
     config = library.ReplicateConfig()
     config.replica_num = section.replica_num
     if section.soft_pin:
-        if hasattr(library, "SoftPinAction"):
-            config.soft_pin_action = library.SoftPinAction.ENABLE
-        elif hasattr(config, "with_soft_pin"):
-            config.with_soft_pin = True
-        else:
-            raise ConfigError("storage.mooncake.soft_pin", "this Mooncake version does not support soft pinning", True)
-    if section.hard_pin:
-        if not hasattr(config, "with_hard_pin"):
-            raise ConfigError("storage.mooncake.hard_pin", "this Mooncake version does not support hard pinning", True)
-        config.with_hard_pin = True
+        config.soft_pin_action = library.SoftPinAction.ENABLE
+    config.with_hard_pin = section.hard_pin
     return config
 
 
@@ -428,22 +349,13 @@ _ERROR, _FATAL = 2, 3
 # The library's log lines (glog, to stderr) are not JSON and would corrupt a structured log; each call also returns its
 # problem as a code. MC_LOG_LEVEL has no "off", and this glog ignores GLOG_* variables: so we set the flag in memory. A
 # failed set-up is the exception, because only the log explains a missing RDMA device: the second attempt shows errors.
-def silence() -> bool:
-    """Log only fatal errors from now on. Returns False, and changes nothing, if this build hides the flag."""
-    return _set_level(_FATAL)
-
-
-def show_errors() -> bool:
-    """Log errors again from now on. Returns False like `silence`."""
-    return _set_level(_ERROR)
-
-
-def _set_level(level: int) -> bool:
+def silence(*, but_errors: bool = False) -> bool:
+    """Log only fatal errors from now on, or errors too. Returns False, with nothing changed, if the flag is hidden."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         if "libglog" in line:
             path = line[line.index("/") :]
             try:
-                ctypes.c_int32.in_dll(ctypes.CDLL(path), _MIN_LEVEL_FLAG).value = level
+                ctypes.c_int32.in_dll(ctypes.CDLL(path), _MIN_LEVEL_FLAG).value = _ERROR if but_errors else _FATAL
             except (OSError, ValueError):
                 return False
             return True

@@ -197,8 +197,6 @@ class Copies:
                 raise StorageUnavailable("the daemon is stopping")
             self._by = by
             own = await self._own()
-            if not await self._in_thread(lambda client: client.can_copy):
-                raise RequestError("this version of Mooncake cannot copy objects", code="backend_cannot")
             found = await self._find(lambda held: wanted(held, own))
             return await self._make(found, lambda held: wanted(held, own))
 

@@ -14,63 +14,63 @@ import msgspec
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, NativeClient
+from transferd.storage.mooncake.client import KeyBatch, PoolClient
 
 
-def connect(section: MooncakeStorageSection) -> NativeClient:
+def connect(section: MooncakeStorageSection) -> PoolClient:
     """Join the pool. Raises StorageUnavailable, or ConfigError if retrying cannot help."""
     several = section.segment_per_rank and "," in section.rdma_devices
-    return DeviceClients(section) if several else NativeClient(section)
+    return DeviceClients(section) if several else PoolClient(section)
 
 
-class DeviceClients(NativeClient):
+class DeviceClients(PoolClient):
     """The client of the first device, which also answers what moves no bytes, and the clients of further ones."""
 
     def __init__(self, section: MooncakeStorageSection) -> None:
         names = [name.strip() for name in section.rdma_devices.split(",")]
         self._sections = [msgspec.structs.replace(section, rdma_devices=name) for name in names]
         super().__init__(self._sections[0])
-        self._clients: dict[int, NativeClient] = {0: self}  # by the device's place in the list
+        self._clients: dict[int, PoolClient] = {0: self}  # by the device's place in the list
         self._memory: dict[int, tuple[int, int]] = {}  # registered, by address: where it ends, the device's place
 
     def register(self, address: int, nbytes: int, rank: int = 0) -> int:
-        code = NativeClient.register(self._client_of(rank), address, nbytes)
+        code = PoolClient.register(self._client_of(rank), address, nbytes)
         if code == error_codes.OK:
             self._memory[address] = address + nbytes, rank % len(self._sections)
         return code
 
     def unregister(self, address: int) -> int:
         _, place = self._memory.pop(address, (0, 0))
-        return NativeClient.unregister(self._clients[place], address)
+        return PoolClient.unregister(self._clients[place], address)
 
     def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
-        return self._moved(batch, lambda client, part: NativeClient.put(client, part, alone=alone))
+        return self._moved(batch, lambda client, part: PoolClient.put(client, part, alone=alone))
 
     def replace(self, batch: KeyBatch) -> list[int]:
-        return self._moved(batch, NativeClient.replace)
+        return self._moved(batch, PoolClient.replace)
 
     def get(self, batch: KeyBatch) -> list[int]:
-        return self._moved(batch, NativeClient.get)
+        return self._moved(batch, PoolClient.get)
 
     def lend(self, nbytes: int, rank: int = 0) -> int:
-        return NativeClient.lend(self._client_of(rank), nbytes)
+        return PoolClient.lend(self._client_of(rank), nbytes)
 
     def close(self) -> None:
         for client in list(self._clients.values())[::-1]:
-            NativeClient.close(client)
+            PoolClient.close(client)
 
-    def _client_of(self, rank: int) -> NativeClient:
+    def _client_of(self, rank: int) -> PoolClient:
         place = rank % len(self._sections)
         if place not in self._clients:
             # It lends nothing yet: that takes seconds, in which a set-up would hold the interpreter lock.
-            made = NativeClient(msgspec.structs.replace(self._sections[place], global_segment_size=0))
+            made = PoolClient(msgspec.structs.replace(self._sections[place], global_segment_size=0))
             if self._sections[place].global_segment_size:
                 made.prefer_own()
-                self._own |= made.own
+                self.own |= made.own
             self._clients[place] = made
         return self._clients[place]
 
-    def _moved(self, batch: KeyBatch, move: Callable[[NativeClient, KeyBatch], list[int]]) -> list[int]:
+    def _moved(self, batch: KeyBatch, move: Callable[[PoolClient, KeyBatch], list[int]]) -> list[int]:
         """`move` for each device's objects, at the same time. Returns the codes in the batch's order."""
         keys: dict[int, list[str]] = {}
         memory = list(self._memory.items())  # another rank may be registered meanwhile

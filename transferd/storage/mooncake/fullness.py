@@ -30,21 +30,36 @@ class PoolState(NamedTuple):
     objects: int = 0
 
 
-class Losses:
-    """Counts how often a pool may have lost objects between two looks: a node went, some were evicted or removed.
+class Looks:
+    """Looks at the pages of a master. read: reads them, or raises TransferError."""
 
-    Objects that were removed while as many others were stored go unnoticed.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
+    def __init__(self, read: Callable[[], Awaitable[PoolState]], clock: Clock) -> None:
+        self._read = read
+        self._now = clock.monotonic
+        self._blind_until = 0.0
+        self._losses = 0
         self._before = PoolState((), 0)
 
-    def seen(self, now: PoolState) -> int:
-        before, self._before = self._before, now
-        gone = {one.name for one in before.memory} - {one.name for one in now.memory}
-        self._count += bool(gone) or now.evicted != before.evicted or now.objects < before.objects
-        return self._count
+    async def look(self) -> PoolState | None:
+        """The pool as it is now; None if the pages do not answer, or did not answer in the last BLIND_S."""
+        if self._now() < self._blind_until:
+            return None
+        try:
+            return await self._read()
+        except TransferError:
+            self._blind_until = self._now() + BLIND_S
+            return None
+
+    async def losses(self) -> int:
+        """Count how often the pool may have lost objects between two calls: a node went, some were evicted or removed.
+
+        Objects that were removed while as many others were stored go unnoticed. Raises as `read` does.
+        """
+        before, self._before = self._before, await self._read()
+        gone = {one.name for one in before.memory} - {one.name for one in self._before.memory}
+        evicted = self._before.evicted != before.evicted
+        self._losses += bool(gone) or evicted or self._before.objects < before.objects
+        return self._losses
 
 
 def why_full(nbytes: int, before: PoolState | None, after: PoolState | None) -> str:
@@ -63,32 +78,6 @@ def why_full(nbytes: int, before: PoolState | None, after: PoolState | None) -> 
     if after.evicted == before.evicted:
         return f"{full}, and nothing is evicted: what is there is leased by readers, or pinned"
     return f"{full}, and what is evicted makes room for others first"
-
-
-class Looks:
-    """Looks at the pages of a master. in_thread: runs a function off the loop."""
-
-    def __init__(
-        self,
-        address: Callable[[], str],
-        in_thread: Callable[[Callable[[], PoolState]], Awaitable[PoolState]],
-        clock: Clock,
-    ) -> None:
-        self._address = address
-        self._in_thread = in_thread
-        self._now = clock.monotonic
-        self._blind_until = 0.0
-
-    async def look(self) -> PoolState | None:
-        """The pool as it is now; None if the pages do not answer, or did not answer in the last BLIND_S."""
-        if self._now() < self._blind_until:
-            return None
-        try:
-            address = self._address()
-            return await self._in_thread(lambda: read_state(address))
-        except TransferError:
-            self._blind_until = self._now() + BLIND_S
-            return None
 
 
 def read_state(address: str) -> PoolState:

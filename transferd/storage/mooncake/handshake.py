@@ -14,7 +14,6 @@ import asyncio
 import json
 import socket
 import struct
-from typing import NamedTuple
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.address import host_and_port
@@ -32,15 +31,11 @@ class Gone(StorageUnavailable):
     """No process listens there any more: the node's process has ended, and its objects are lost."""
 
 
-class Answer(NamedTuple):
-    """Where a node listens. data: for transfers; None if the answer has no such port (another transport than TCP)."""
+async def ask(endpoint: str, within: float) -> frozenset[Address]:
+    """Ask the node at `endpoint` (host:port) where it listens: there, and for transfers, if it says at which port.
 
-    asked: Address
-    data: Address | None
-
-
-async def ask(endpoint: str, within: float) -> Answer:
-    """Ask the node at `endpoint` (host:port). Raises Gone, or StorageUnavailable if it does not answer in time."""
+    Raises Gone, or StorageUnavailable if it does not answer in time.
+    """
     address = host_and_port(endpoint)
     if address is None:
         raise StorageUnavailable(f"{endpoint} is no host:port")
@@ -55,8 +50,8 @@ async def ask(endpoint: str, within: float) -> Answer:
         raise StorageUnavailable(f"{error}") from None
 
 
-async def _first(address: Address) -> Answer:
-    asking: list[asyncio.Task[Answer]] = []
+async def _first(address: Address) -> frozenset[Address]:
+    asking: list[asyncio.Task[frozenset[Address]]] = []
     try:
         while True:
             asking.append(asyncio.ensure_future(_exchange(address)))
@@ -69,7 +64,7 @@ async def _first(address: Address) -> Answer:
         await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def _exchange(address: Address) -> Answer:
+async def _exchange(address: Address) -> frozenset[Address]:
     loop = asyncio.get_running_loop()
     family, kind, number, _, place = (await loop.getaddrinfo(*address, type=socket.SOCK_STREAM))[0]
     with socket.socket(family, kind, number) as connection, connections.spared(connection):
@@ -84,12 +79,13 @@ async def _exchange(address: Address) -> Answer:
         finally:
             writer.close()
     host = str(place[0])
-    return Answer((host, address[1]), _data_address(host, text[1:]))
+    return frozenset((host, port) for port in (address[1], *_data_ports(text[1:])))
 
 
-def _data_address(host: str, text: bytes) -> Address | None:
+def _data_ports(text: bytes) -> list[int]:
+    """The port for transfers; none if the answer has none (another transport than TCP, or another version)."""
     try:
         port = json.loads(text)["tcp_data_port"]
-    except (ValueError, KeyError, TypeError):  # of another version: it has answered, and that is enough
-        return None
-    return (host, port) if isinstance(port, int) and 0 < port < 65536 else None
+    except (ValueError, KeyError, TypeError):
+        return []
+    return [port] if isinstance(port, int) and 0 < port < 65536 else []

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import ipaddress
 import os
 import socket
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import structlog
 
 from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError, StorageUnavailable
-from transferd.runtime.address import host_and_port
+from transferd.runtime.address import host_and_port, is_loopback
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
@@ -94,19 +93,12 @@ def reachable(section: MooncakeStorageSection, dialled: Dialled | None) -> Moonc
     if not named:
         here = dialled.here if dialled is not None else socket.gethostbyname(socket.gethostname())
         return msgspec.structs.replace(section, local_hostname=here)
-    elsewhere = dialled is not None and dialled.there != dialled.here and not _is_loopback(dialled.there)
-    if elsewhere and _is_loopback(named) and section.global_segment_size:
+    elsewhere = dialled is not None and dialled.there != dialled.here and not is_loopback(dialled.there)
+    if elsewhere and is_loopback(named) and section.global_segment_size:
         what = f"is loopback, and the master at {section.master_server_addr} is on another machine, so no other node"
         what += " could read what this one stores: leave it out, or name the address that others reach"
         raise ConfigError("storage.mooncake.local_hostname", what, named)
     return section
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:

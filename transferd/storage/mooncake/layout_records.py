@@ -100,8 +100,7 @@ class LayoutRecords:
 
         def read(client: PoolClient) -> list[int]:
             codes = client.get(batch)  # this has connected the library with each node that has one of them
-            if client.can_locate:
-                nodes.update(node for held in client.holders(batch.keys) for node in held if node)
+            nodes.update(node for held in client.holders(batch.keys) for node in held if node)
             return codes
 
         answers = dict(zip(slots, await self._native(read), strict=True))

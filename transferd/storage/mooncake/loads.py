@@ -12,7 +12,6 @@ endpoint in place of a code.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.aio import every
@@ -26,12 +25,8 @@ Answer = int | str | StorageError
 """For each key: its length, a code, the node that has it and was not asked, or the error of that node's call."""
 
 
-class Native(Protocol):
-    """Makes a native call: MooncakeStorage's. work: runs in a thread, and names in its Call the nodes it waits for."""
-
-    def __call__(
-        self, work: Callable[[PoolClient, Call], list[int | str]], moves: int
-    ) -> Awaitable[tuple[list[int | str], Call]]: ...
+Native = Callable[[Callable[[PoolClient, Call], list[int | str]], int], Awaitable[tuple[list[int | str], Call]]]
+"""Makes a native call: MooncakeStorage's. The function runs in a thread, and names in its Call whom it waits for."""
 
 
 class Loads:
@@ -115,8 +110,6 @@ class Loads:
 
 def _get_ours_and_one(client: PoolClient, call: Call, batch: KeyBatch, peers: Peers) -> list[int | str]:
     """In a thread: look up who has each object, and get those that wait for one node at most."""
-    if not client.can_locate:
-        return list(client.get(batch))
     holders = [held[0] if held else "" for held in client.holders(batch.keys)]
     others = set(holders) - {""}
     if len(others) == 1 and not others & (peers.doubted | peers.down.keys()):

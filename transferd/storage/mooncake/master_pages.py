@@ -69,16 +69,15 @@ def read_page(address: str, page: str, timeout: float = TIMEOUT_S) -> str:
 
 def read_segments(address: str, timeout: float = TIMEOUT_S) -> list[LentMemory]:
     """All segments of the pool. Raises StorageUnavailable."""
-    with _understood(address):
-        rows = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
-        return [_segment(row) for row in rows]
+    with _opened(address, "get_segments_detail", timeout) as response:
+        return [_segment(row) for row in json.load(response).get("segments", [])]
 
 
 def read_objects(address: str, keys: Sequence[str]) -> list[PoolObject]:
     """Those of these objects that are whole somewhere. No key has a comma. Raises StorageUnavailable."""
     asked = urllib.parse.quote(",".join(keys), safe="")
-    with _understood(address):
-        found = json.loads(read_page(address, f"batch_query_keys?keys={asked}"))["data"]
+    with _opened(address, f"batch_query_keys?keys={asked}", TIMEOUT_S) as response:
+        found = json.load(response)["data"]
         return [_object(key, found[key]["values"]) for key in keys if key in found and found[key]["values"]]
 
 
@@ -138,6 +137,8 @@ def _opened(address: str, page: str, timeout: float) -> Iterator[http.client.HTT
                 yield response
             except (OSError, http.client.HTTPException) as error:
                 raise _no_answer(one, error) from error
+            except (ValueError, KeyError, AttributeError, TypeError) as error:
+                raise StorageUnavailable(f"{one} does not answer like a Mooncake master: {error!r}") from error
         return
     raise _no_answer(address, failure) from failure
 
@@ -147,11 +148,3 @@ def _no_answer(address: str, error: Exception | None) -> StorageUnavailable:
     why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
     why = why.strerror if isinstance(why, OSError) and why.strerror else why
     return StorageUnavailable(f"no Mooncake master answers at {address}: {why}; is it its metrics port?")
-
-
-@contextlib.contextmanager
-def _understood(address: str) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise StorageUnavailable(f"{address} does not answer like a Mooncake master: {error!r}") from error

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.aio import Background
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, whose
 from transferd.storage.mooncake.client import KeyBatch
@@ -57,14 +58,12 @@ class NativeCalls:
     def __init__(self, wait: float) -> None:
         self._wait = wait
         self._free = {kind: asyncio.Semaphore(kind.threads) for kind in CallKind}
-        self._under_way = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._crew = Crew("transferd-mooncake", sum(kind.threads for kind in CallKind))
 
     @property
     def under_way(self) -> int:
-        return self._under_way
+        return len(self._running)
 
     async def run(self, kind: CallKind, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
         """Run `function` in a thread and return its result. Calls `begun` when a thread takes it.
@@ -72,17 +71,17 @@ class NativeCalls:
         Raises StorageUnavailable if no thread came free in time; then nothing was called.
         """
         await self._a_thread(kind)
-        self._under_way += 1
-        self._idle.clear()
         try:
             if begun is not None:
                 begun()
-            return await self._crew.run(function, f"{kind.name.lower()} call")
+            call = self._crew.run(function, f"{kind.name.lower()} call")
+            self._running.add(call)
+            try:
+                return await call
+            finally:
+                self._running.discard(call)
         finally:
             self._free[kind].release()
-            self._under_way -= 1
-            if not self._under_way:
-                self._idle.set()
 
     async def _a_thread(self, kind: CallKind) -> None:
         free = self._free[kind]
@@ -99,12 +98,8 @@ class NativeCalls:
 
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. Returns False if one still runs after `within` seconds."""
-        try:
-            async with timeout(within):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+        running = set(self._running)
+        return not running or not (await asyncio.wait(running, timeout=within))[1]
 
     def open(self) -> None:
         """Start the threads. Raises NoThreads."""
@@ -141,7 +136,7 @@ class Merger(Generic[T]):
         self.merged = 0  # batches that joined another's call
         self._call = call
         self._queues: OrderedDict[str, deque[_Waiting[T]]] = OrderedDict()  # by engine, the next one first
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = Background()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
     @property
@@ -159,9 +154,7 @@ class Merger(Generic[T]):
     def _next(self) -> None:
         if self._fresh is not None or not self._queues:
             return
-        task = asyncio.get_running_loop().create_task(self._make(self._take()))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running.begin(self._make(self._take()))
 
     def _take(self) -> list[_Waiting[T]]:
         """Batches of each engine in turn, each engine's in their order, while they fit.

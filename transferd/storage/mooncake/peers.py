@@ -30,7 +30,7 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.connections import Address
-from transferd.storage.mooncake.handshake import Answer, Gone, ask
+from transferd.storage.mooncake.handshake import Gone, ask
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ DROPPED_S = 15.0  # after so long the master gives no object to a node without a
 MOST = 1024  # nodes that are remembered
 FORGET_S = 600.0  # a node that is down is no longer asked once no call has needed it for so long
 
-Asker = Callable[[str, float], Awaitable[Answer]]
+Asker = Callable[[str, float], Awaitable[frozenset[Address]]]
 InThread = Callable[[Callable[[], object]], Awaitable[object]]
 
 
@@ -109,7 +109,6 @@ class Peers:
     def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
-        self.gone: set[str] = set()  # those of `down` that have ended
         self._asking_all: asyncio.Task[object] | None = None
         self.opened = 0  # how often one went down
         self.cut = 0  # connections that were ended
@@ -228,9 +227,9 @@ class Peers:
             self._heard(peer, None)
             peer.learning = None  # the next call that meets it tries again
 
-    def _heard(self, peer: Peer, answer: Answer | None) -> None:
-        if answer is not None:
-            peer.addresses = frozenset({answer.asked} | ({answer.data} if answer.data else set()))
+    def _heard(self, peer: Peer, addresses: frozenset[Address] | None) -> None:
+        if addresses is not None:
+            peer.addresses = addresses
         elif not peer.addresses and (address := _literal(peer.endpoint)) is not None:
             peer.addresses = frozenset({address})  # the library cannot get further than this one either
 
@@ -272,8 +271,6 @@ class Peers:
             return
         peer.why, peer.gone, peer.since = str(error), isinstance(error, Gone), self._clock.monotonic()
         self.down[peer.endpoint] = peer.why
-        if peer.gone:
-            self.gone.add(peer.endpoint)
         self.opened += 1
         log.warning("a node of the pool does not answer: its objects fail at once", node=peer.endpoint, reason=peer.why)
         self._begin(self._until_back(peer))
@@ -287,12 +284,10 @@ class Peers:
             except StorageUnavailable as error:
                 peer.why, peer.gone = str(error), isinstance(error, Gone)
                 self.down[peer.endpoint] = peer.why
-                (self.gone.add if peer.gone else self.gone.discard)(peer.endpoint)
                 continue
             log.info("a node of the pool answers again", node=peer.endpoint)
             break
         self.down.pop(peer.endpoint, None)
-        self.gone.discard(peer.endpoint)
         peer.why, peer.gone = "", False
 
 

@@ -7,13 +7,13 @@ ends: an engine that starts again finds the room, and what is in it, as before.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 
 import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageError
+from transferd.runtime.aio import Background
 from transferd.storage.mooncake.client import PoolClient
 from transferd.storage.mooncake.error_codes import describe
 from transferd.tiers.base import HostMemory
@@ -33,7 +33,7 @@ class Segments:
         self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
         self._served: dict[int, Hashable] = {}  # lenders, by the address of their staging memory
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = Background()
         self.lent = 1  # or being lent
 
     def began(self, memory: HostMemory) -> None:
@@ -42,8 +42,7 @@ class Segments:
             self._served[memory.address] = memory.lender
         if self._nbytes and len(set(self._served.values())) > self.lent:
             self.lent += 1
-            self._running.add(task := asyncio.ensure_future(self._lend(memory.rank)))
-            task.add_done_callback(self._running.discard)
+            self._running.begin(self._lend(memory.rank))
 
     def ended(self, memory: HostMemory) -> None:
         """The rank with this staging memory is served no more."""

@@ -64,7 +64,7 @@ from transferd.storage.mooncake.client import (
 )
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
-from transferd.storage.mooncake.fullness import Looks, Losses, PoolState, failed, not_stored, read_state
+from transferd.storage.mooncake.fullness import Looks, PoolState, failed, not_stored, read_state
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
 from transferd.storage.mooncake.layout_records import LayoutRecords
@@ -126,7 +126,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._clock = clock
         self._set_up = set_up
         self._client: PoolClient | None = None
-        self._calls: NativeCalls | None = None
+        self._calls = NativeCalls(section.timeout)
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval, self._leave_stuck)
         self._stuck: set[Call] = set()  # calls that wait for a thread, or are overdue
         self._registered: dict[int, int] = {}  # address: length
@@ -137,8 +137,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._puts = Merger(self._put_together)
         self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
-        self._looks = Looks(lambda: self._copies.pages, lambda read: self._copying_call(lambda _: read()), clock)
-        self._lost = Losses()
+        self._looks = Looks(lambda: self._copying_call(lambda _: read_state(self._copies.pages)), clock)
         self._left: Callable[[str], object] = lambda _: None
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
@@ -162,14 +161,12 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def open(self) -> None:
         """Join the pool, trying until `connect_timeout`. Raises StorageUnavailable, ConfigError."""
-        calls = NativeCalls(self._section.timeout)
-        calls.open()
+        self._calls.open()
         try:
-            self._client = await join(self._section, calls, self._clock, self._set_up)
+            self._client = await join(self._section, self._calls, self._clock, self._set_up)
         except BaseException:
-            calls.close()
+            self._calls.close()
             raise
-        self._calls = calls
         if self._layouts is not None:
             self._register(self._layouts.address, self._layouts.nbytes)
             with contextlib.suppress(StorageError):  # the next miss looks again
@@ -187,7 +184,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             self._client.unregister(memory.address)
 
     def _register(self, address: int, nbytes: int, rank: int = 0) -> None:
-        code = self._opened()[0].register(address, nbytes, rank)
+        code = self._opened().register(address, nbytes, rank)
         if code != 0:
             raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({error_codes.describe(code)})")
         self._registered[address] = nbytes
@@ -199,16 +196,16 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
-        client, calls, self._client, self._calls = self._client, self._calls, None, None
-        if client is not None and calls is not None:
-            if await calls.idle(CLOSE_TIMEOUT_S):
+        client, self._client = self._client, None
+        if client is not None:
+            if await self._calls.idle(CLOSE_TIMEOUT_S):
                 if self._layouts is not None:
                     client.unregister(self._layouts.address)
-                await uncancelled(calls.run(CallKind.PROBE, client.close))
+                await uncancelled(self._calls.run(CallKind.PROBE, client.close))
             else:
                 # Closing during a call crashes the process, and so does finalizing the interpreter: do neither.
-                raise StillRunning(f"Mooncake calls are still running: {', '.join(calls.close())}")
-            calls.close()
+                raise StillRunning(f"Mooncake calls are still running: {', '.join(self._calls.close())}")
+            self._calls.close()
 
     @property
     def pool(self) -> PoolNode:
@@ -223,7 +220,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         return False
 
     async def losses(self) -> int:
-        return self._lost.seen(await self._copying_call(lambda _: read_state(self._copies.pages)))
+        return await self._looks.losses()
 
     async def report_lost(self, names: Sequence[str]) -> None:
         there = await self._copies.there([key_of(name) for name in names])
@@ -242,10 +239,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         else:
             log.info("copied to other nodes what only this one had", **msgspec.structs.asdict(made))
 
-    def _opened(self) -> tuple[PoolClient, NativeCalls]:
-        if self._client is None or self._calls is None:
+    def _opened(self) -> PoolClient:
+        if self._client is None:
             raise StorageError("mooncake storage is not open")
-        return self._client, self._calls
+        return self._client
 
     # --- objects ------------------------------------------------------------------------------------
 
@@ -323,7 +320,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "connections_cut": self._peers.cut,
                 "link_faults": self._suspects.link_faults,
                 "batches_merged": self._puts.merged + self._loads.merged,
-                "calls_under_way": 0 if self._calls is None else self._calls.under_way,
+                "calls_under_way": self._calls.under_way,
             }
             | self._copies.statistics()
         )
@@ -338,7 +335,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._breaker.check()  # fail before waiting in the merger
         sizes = dict(zip(batch.keys, batch.sizes, strict=True))
         doubted = [key for key in batch.keys if key in self._suspects]
-        replaced = await self._replace(batch.only(doubted)) if doubted else {}
+        replaced = await self._replace(batch.only(doubted))
         batch = batch.only([key for key in batch.keys if key not in replaced])
         answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True)) if batch.keys else {}
         before: PoolState | None = None
@@ -367,12 +364,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         }
 
     async def _replace(self, batch: KeyBatch) -> dict[str, int]:
-        """Overwrite objects that came here damaged. Returns codes; none if they were removed, for a put to follow."""
-        if not self._opened()[0].can_replace:
-            await self._native(CallKind.STORE, lambda client: client.remove(batch.keys))
+        """Overwrite objects. Returns their codes."""
+        if not batch.keys:
             return {}
-        work, moves = (lambda client, _: list(client.replace(batch))), len(batch.keys)
-        return dict(zip(batch.keys, (await self._moving_call(CallKind.STORE, work, moves))[0], strict=True))
+        codes, _ = await self._moving_call(CallKind.STORE, lambda client, _: client.replace(batch), len(batch.keys))
+        return dict(zip(batch.keys, codes, strict=True))
 
     async def _put_together(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
         """One call of the merger's. alone: store one copy, on this node."""
@@ -417,13 +413,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
         There may be no other writer: a full pool may evict an object before our lookup has leased it.
         """
-        if not batch.keys or not self._opened()[0].can_replace:
-            return dict.fromkeys(batch.keys, error_codes.UNSEEN)
+        if not batch.keys:
+            return {}
         self._counts["taken_over"] += len(batch.keys)
-        codes, _ = await self._moving_call(
-            CallKind.STORE, lambda client, _: list(client.replace(batch)), len(batch.keys)
-        )
-        answers = dict(zip(batch.keys, codes, strict=True))
+        answers = await self._replace(batch)
         absent = (await self._absent(batch)).keys
         seen = {error_codes.OK, *error_codes.OVERTAKEN}
         return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
@@ -487,9 +480,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         Raises LeftRunning if it hangs because of the master or a node: then the library may still touch them.
         """
         self._breaker.check()
-        client, calls = self._opened()
+        client = self._opened()
         call = Call()
-        making = self._to_its_end(calls, kind, lambda: work(client, call), moves, call)
+        making = self._to_its_end(kind, lambda: work(client, call), moves, call)
         made = asyncio.ensure_future(making)
         await call.over()
         if call.left is not None and not made.done():
@@ -498,9 +491,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._judge(answers)
         return answers, call
 
-    async def _to_its_end(
-        self, calls: NativeCalls, kind: CallKind, work: Callable[[], list[Code]], moves: int, call: Call
-    ) -> list[Code]:
+    async def _to_its_end(self, kind: CallKind, work: Callable[[], list[Code]], moves: int, call: Call) -> list[Code]:
         before = self._clock.monotonic(), self._clock.wall()
         timers: list[asyncio.TimerHandle] = []
         self._moving += moves
@@ -516,7 +507,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
         try:
             try:
-                answers = await calls.run(kind, work, begun)
+                answers = await self._calls.run(kind, work, begun)
             finally:
                 call.end()
                 self._stuck.discard(call)
@@ -559,11 +550,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _copying_call(self, work: Callable[[PoolClient], T]) -> T:
         self._breaker.check()
-        client, calls = self._opened()
-        return await uncancelled(calls.run(CallKind.COPY, lambda: work(client)))
+        client = self._opened()
+        return await uncancelled(self._calls.run(CallKind.COPY, lambda: work(client)))
 
     async def _look(self, work: Callable[[], object]) -> object:
-        return await self._opened()[1].run(CallKind.LOOK, work)
+        return await self._calls.run(CallKind.LOOK, work)
 
     async def _hold_buffers(self, moves: int, answers: Sequence[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
@@ -591,6 +582,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _probe(self) -> bool:
         """Whether the master answers."""
-        client, calls = self._opened()
-        found = await calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
+        client = self._opened()
+        found = await self._calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
         return found[0] in (0, 1)

@@ -28,22 +28,17 @@ class Carrier(Protocol):
     @property
     def address(self) -> str:
         """The address that a peer needs to write here. Valid after `open`."""
-        ...
 
     async def open(self) -> None:
         """Start the carrier. Raises ConfigError, TransferError."""
-        ...
 
     def register(self, memory: HostMemory) -> None:
         """Let peers write to this memory, until `unregister`. Raises TransferError."""
-        ...
 
     def unregister(self, memory: HostMemory) -> None: ...
 
     async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
         """Write all ranges. Raises PeerLost. Do not cancel it."""
-        ...
 
     async def close(self) -> None:
         """Stop the carrier. Call it after every other call has returned. Idempotent."""
-        ...

@@ -48,6 +48,8 @@ class PeerConnections:
 class PeerConnection:
     """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""
 
+    user = None  # peers have none
+
     def __init__(
         self,
         reader: asyncio.StreamReader,
@@ -63,13 +65,13 @@ class PeerConnection:
         self._writer = writer
         self._received = received
         self._ended = ended
-        self.alive = True
+        self.closed = False
         _watch_for_silence(writer)
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def send(self, message: PeerMessage) -> None:
         """Send a message. Does nothing if the connection has ended, which `ended` reports."""
-        if not self.alive or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
+        if self.closed or self._writer.transport.is_closing():  # uvloop raises on writes to a closed transport
             return
         self._writer.write(encode(message))
         self._all.sent(self)
@@ -82,14 +84,6 @@ class PeerConnection:
     def abort(self) -> None:
         """End the connection at once. `ended` is called soon."""
         self._writer.transport.abort()
-
-    @property
-    def user(self) -> None:
-        """Peers have no users."""
-
-    @property
-    def closed(self) -> bool:
-        return not self.alive
 
     def room_found(self) -> None:
         self._room_found.set()
@@ -112,7 +106,7 @@ class PeerConnection:
             why = str(error)
             error.__traceback__ = None  # the stream keeps the error, and our frame with its traceback
         finally:
-            self.alive = False
+            self.closed = True
             self._all.open.discard(self)
             self._all.room.give_back(self)
             self._writer.transport.abort()
@@ -125,7 +119,7 @@ class PeerConnection:
 
     def finish(self) -> None:
         """Flush and close, without waiting."""
-        self.alive = False
+        self.closed = True
         self._writer.close()
 
     async def close(self) -> None:
@@ -138,22 +132,16 @@ class PeerConnection:
         await asyncio.wait([self._reading])
 
 
-async def connect(
-    host: str,
-    port: int,
-    received: Callable[[PeerConnection, PeerMessage], None],
-    ended: Callable[[PeerConnection, str], None],
-    all_: PeerConnections,
-) -> PeerConnection:
-    """Connect to a peer's daemon. Raises PeerLost if it does not answer."""
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a peer's daemon at host:port. Raises PeerLost if it does not answer."""
+    host, _, port = address.rpartition(":")
     try:
         async with timeout(CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            return await asyncio.open_connection(host.strip("[]"), int(port))
     except TimeoutError:
-        raise PeerLost(f"could not connect to the daemon at {host}:{port} within {CONNECT_TIMEOUT_S:g} s") from None
+        raise PeerLost(f"could not connect to the daemon at {address} within {CONNECT_TIMEOUT_S:g} s") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no resolver accepts
-        raise PeerLost(f"could not connect to the daemon at {host}:{port}: {error}") from None
-    return PeerConnection(reader, writer, received, ended, all_)
+        raise PeerLost(f"could not connect to the daemon at {address}: {error}") from None
 
 
 def _watch_for_silence(writer: asyncio.StreamWriter) -> None:

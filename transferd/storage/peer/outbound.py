@@ -51,7 +51,7 @@ class Outbound:
         self._error: TransferError | None = None
         self._done = False
         self._ending: PeerMessage | None = None  # sent to the receiver once no write runs
-        self._ended = False
+        self.ended = False  # the task is over; writes may still run
         self._news = asyncio.Event()
 
     @property
@@ -62,12 +62,7 @@ class Outbound:
     @property
     def open(self) -> bool:
         """Whether this share still waits for a receiver."""
-        return self.peer is None and self._error is None and not self._ended
-
-    @property
-    def ended(self) -> bool:
-        """Whether the task is over. Writes may still run."""
-        return self._ended
+        return self.peer is None and self._error is None and not self.ended
 
     # --- for the Sender -----------------------------------------------------------------------------
 
@@ -76,7 +71,7 @@ class Outbound:
 
         Waits without a time limit (the task has a deadline). Raises TransferError if the transfer failed.
         """
-        while not self._fresh and self._unposted and self._error is None and not self._ended:
+        while not self._fresh and self._unposted and self._error is None and not self.ended:
             await self._hear()
         if self._error is not None:
             raise self._error
@@ -109,21 +104,21 @@ class Outbound:
 
     async def taken(self) -> None:
         """Wait until the receiver has every object on its device. Raises TransferError if that fails."""
-        while not self._done and self._error is None and not self._ended:
+        while not self._done and self._error is None and not self.ended:
             await self._hear()
         if self._error is not None:
             raise self._error
 
     def end(self, error: ErrorInfo | None) -> None:
         """End the share. Refuses a receiver that still waits, with this error. Idempotent."""
-        if self._ended:
+        if self.ended:
             return
         if not self._done:
             why = error or ErrorInfo("cancelled", "the sender's task has ended")
-            self._fail(PeerRefused(why.message, code=error.code if error else None))
+            self.fail(PeerRefused(why.message, code=error.code if error else None))
             if self.peer is not None and self._ending is None:
                 self._ending = Refusal(*self.share, why)
-        self._ended = True
+        self.ended = True
         self._news.set()
         self._settle()
 
@@ -138,7 +133,7 @@ class Outbound:
         error = mismatch(want.names, self._names)
         self._send(Refusal(*self.share, error))
         self.peer = None
-        self._fail(PeerRefused(error.message, code=error.code))
+        self.fail(PeerRefused(error.message, code=error.code))
 
     def posts(self, post: Post) -> None:
         """Take up memory that the receiver has posted for some of the objects."""
@@ -160,25 +155,27 @@ class Outbound:
 
     def _mistaken(self, what: str) -> None:
         """End this transfer because the receiver violated the protocol. Others on its connection continue."""
-        self._fail(PeerRefused(what, code="malformed"))
+        self.fail(PeerRefused(what, code="malformed"))
         self._ending = self._ending or Refusal(*self.share, ErrorInfo("malformed", what))
         self._settle()
 
     def withdrawn(self, error: ErrorInfo) -> None:
         """The receiver cancelled. It gets its answer once no write runs."""
         self._ending = Withdrawn(*self.share)
-        self._fail(PeerRefused(f"the receiver cancelled the transfer: {error.message}", code=error.code))
+        self.fail(PeerRefused(f"the receiver cancelled the transfer: {error.message}", code=error.code))
         self._settle()
 
     def lost(self, why: str) -> None:
         """The connection to the receiver is lost."""
         self.peer = None
         if not self._done:
-            self._fail(PeerLost(f"lost the receiving daemon: {why}"))
+            self.fail(PeerLost(f"lost the receiving daemon: {why}"))
 
     def fail(self, error: TransferError) -> None:
-        """Fail, because another rank of the transfer has failed."""
-        self._fail(error)
+        """Fail, unless it has failed before: here, or because another rank of the transfer has."""
+        if self._error is None:
+            self._error = error
+        self._news.set()
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -186,18 +183,13 @@ class Outbound:
         if self.peer is not None:
             self.peer.send(message)
 
-    def _fail(self, error: TransferError) -> None:
-        if self._error is None:
-            self._error = error
-        self._news.set()
-
     def _settle(self) -> None:
         if self._writes:
             return
         if self._ending is not None:
             self._send(self._ending)
             self._ending = self.peer = None
-        if self._ended:
+        if self.ended:
             self._forget(self)
 
     async def _hear(self) -> None:
@@ -237,7 +229,8 @@ class Inbound:
         attempt: int,
         names: Sequence[str],
         engine: str,
-        join: Callable[[Inbound], Awaitable[PeerConnection]],
+        sender: str,
+        join: Callable[[str], Awaitable[PeerConnection]],
         forget: Callable[[Inbound], None],
     ) -> None:
         self.transfer = transfer
@@ -245,6 +238,7 @@ class Inbound:
         self.attempt = attempt
         self._names = list(names)
         self._engine = engine
+        self.sender = sender
         self._join = join
         self._forget = forget
         self.peer: PeerConnection | None = None  # the sender's, from Want to the end
@@ -269,7 +263,7 @@ class Inbound:
         """
         if self._ended:
             raise PeerLost("the task ended before the transfer began")
-        peer = await self._join(self)
+        peer = await self._join(self.sender)
         if self._error is None and not self._ended:
             self.peer = peer
             peer.send(Want(*self.share, self._names, self._engine))
@@ -336,27 +330,16 @@ class Inbound:
     def refused(self, error: ErrorInfo) -> None:
         """The sender refused, and writes no more."""
         self._fail(PeerRefused(f"the sender refused: {error.message}", code=error.code))
-        self._let_go()
-
-    def withdrawn(self) -> None:
-        """The sender has confirmed the cancellation, and writes no more."""
-        self._let_go()
+        self.let_go()
 
     def lost(self, why: str) -> None:
         """The connection to the sender is lost. Bytes on the wire may still arrive, for up to HOLD_S."""
         self.peer = None
         self._fail(PeerLost(f"lost the sending daemon: {why}"))
         self._suspect = True
-        self._let_go()
+        self.let_go()
 
-    # --- inside -------------------------------------------------------------------------------------
-
-    def _fail(self, error: TransferError) -> None:
-        if self._error is None:
-            self._error = error
-        self.begins()
-
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """The sender starts no more writes. Hold the buffers for HOLD_S if a write failed, or may still run."""
         self.peer = None
         posted, self._posted = list(self._posted.values()), {}
@@ -366,6 +349,13 @@ class Inbound:
             asyncio.get_running_loop().call_later(HOLD_S, self._release, posted, outcome)
         else:
             self._release(posted, outcome)
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _fail(self, error: TransferError) -> None:
+        if self._error is None:
+            self._error = error
+        self.begins()
 
     def _settle(self) -> None:
         if self._ended and not self._posted and not self._held:

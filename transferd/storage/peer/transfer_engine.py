@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import PdSection
+from transferd.config.sections import PdSection
 from transferd.errors import ConfigError, PeerLost, TransferError
 from transferd.storage.mooncake.client import LEVELS, STALL_LIMITS, STALL_S, silence
 from transferd.storage.mooncake.native_calls import CallKind, NativeCalls
@@ -38,7 +38,7 @@ class TransferEngineCarrier:
         self._native_log = native_log
         self._host = section.listen.rpartition(":")[0].strip("[]")
         self._engine: Any = None
-        self._calls: NativeCalls | None = None
+        self._calls = NativeCalls(CALL_WAIT_S)
         self._registered: set[int] = set()
 
     @property
@@ -60,7 +60,7 @@ class TransferEngineCarrier:
             raise ConfigError("pd.protocol", f"Mooncake's TransferEngine does not start (code {code})", self._section)
         if self._native_log == "off":
             silence()
-        self._engine, self._calls = engine, NativeCalls(CALL_WAIT_S)
+        self._engine = engine
 
     def register(self, memory: HostMemory) -> None:
         code = self._opened().register_memory(memory.address, memory.nbytes)
@@ -75,7 +75,6 @@ class TransferEngineCarrier:
 
     async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
         engine = self._opened()
-        assert self._calls is not None
         sources, targets, lengths = ([move[i] for move in writes] for i in range(3))
         code = await self._calls.run(
             CallKind.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
@@ -85,11 +84,10 @@ class TransferEngineCarrier:
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
-        calls, self._calls = self._calls, None
-        if engine is not None and calls is not None:
-            if not await calls.idle(CLOSE_TIMEOUT_S):
-                log.warning("closing the TransferEngine while calls still run", calls=calls.under_way)
-            calls.close()
+        if engine is not None:
+            if not await self._calls.idle(CLOSE_TIMEOUT_S):
+                log.warning("closing the TransferEngine while calls still run", calls=self._calls.under_way)
+            self._calls.close()
 
     def _opened(self) -> Any:
         if self._engine is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -43,14 +42,6 @@ Share = tuple[str, int]  # of a transfer: its id and the rank
 Attempt = tuple[str, int, int]  # and the receiver's number for it
 
 
-@dataclass(slots=True, eq=False)
-class _ConnectedSender:
-    """A daemon that sends to this one. The connection lasts as long as it has users."""
-
-    connecting: asyncio.Task[PeerConnection]
-    users: set[Inbound] = field(default_factory=set)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _WaitingReceiver:
     """A receiver that came before its sender. nbytes: memory of its names."""
@@ -74,7 +65,7 @@ class PeerTransport:
         self._ranks = ranks
         self._server: asyncio.Server | None = None
         self._receivers: set[PeerConnection] = set()
-        self._senders: dict[str, _ConnectedSender] = {}
+        self._senders: dict[str, asyncio.Task[PeerConnection]] = {}  # connections by address, made or being made
         self._parked: dict[Share, _WaitingReceiver] = {}
         self._outbounds: dict[Share, Outbound] = {}
         self._draining: set[Outbound] = set()  # their tasks are over, but their writes still run
@@ -91,7 +82,7 @@ class PeerTransport:
         self._from_sender: dict[type, Callable[[Inbound, Any], None]] = {
             Begin: lambda inbound, _: inbound.begins(),
             Landed: lambda inbound, message: inbound.landed(message),
-            Withdrawn: lambda inbound, _: inbound.withdrawn(),
+            Withdrawn: lambda inbound, _: inbound.let_go(),
             Refusal: self._refused,
         }
 
@@ -111,9 +102,9 @@ class PeerTransport:
         self._closing = True
         if self._server is not None:
             self._server.close()
-        connections = [sender.connecting.result() for sender in self._senders.values() if _is_there(sender)]
+        connections = [sender.result() for sender in self._senders.values() if _is_there(sender)]
         for sender in self._senders.values():
-            sender.connecting.cancel()
+            sender.cancel()
         await every(connection.close() for connection in [*self._receivers, *connections])
 
     async def close(self) -> None:
@@ -147,13 +138,9 @@ class PeerTransport:
         return outbound
 
     def inbound(self, transfer: str, rank: int, names: Sequence[str], peer: str) -> Inbound:
-        """Begin to receive: a new attempt, independent of earlier ones."""
-
-        def join(inbound: Inbound) -> Any:
-            return self._connected(inbound, peer)
-
-        attempt = next(self._attempts)
-        inbound = Inbound(transfer, rank, attempt, names, self.carrier.address, join, self._received)
+        """Begin to receive: a new attempt, independent of earlier ones. peer: the sender's address."""
+        attempt, engine = next(self._attempts), self.carrier.address
+        inbound = Inbound(transfer, rank, attempt, names, engine, peer, self._connected, self._received)
         self._inbounds[inbound.share] = inbound
         return inbound
 
@@ -165,22 +152,18 @@ class PeerTransport:
 
     def _received(self, inbound: Inbound) -> None:
         self._inbounds.pop(inbound.share, None)
-        for peer, sender in list(self._senders.items()):
-            sender.users.discard(inbound)
-            self._tidy(peer, sender)
+        self._tidy(inbound.sender)
 
-    def _connect_ended(self, peer: str, sender: _ConnectedSender, _: asyncio.Task[PeerConnection]) -> None:
-        self._tidy(peer, sender)
-
-    def _tidy(self, peer: str, sender: _ConnectedSender) -> None:
-        """Drop a failed connection, and close one without users."""
-        if not sender.connecting.done() or self._senders.get(peer) is not sender:
+    def _tidy(self, peer: str) -> None:
+        """Drop a failed connection to a sender, and close one that no transfer uses."""
+        sender = self._senders.get(peer)
+        if sender is None or not sender.done():
             return
         if not _is_there(sender):
             del self._senders[peer]
-        elif not sender.users:
+        elif not any(inbound.sender == peer for inbound in self._inbounds.values()):
             del self._senders[peer]
-            sender.connecting.result().finish()
+            sender.result().finish()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._closing or len(self._receivers) >= MAX_RECEIVERS:
@@ -265,21 +248,23 @@ class PeerTransport:
             if outbound.peer is connection:
                 outbound.lost(why)
 
-    async def _connected(self, inbound: Inbound, peer: str) -> PeerConnection:
+    async def _connected(self, peer: str) -> PeerConnection:
         """The connection to a sender, shared by all transfers from it. Raises PeerLost."""
         if self._closing:
             raise PeerLost("this daemon is shutting down")
         sender = self._senders.get(peer)
         if sender is None:
-            host, _, port = peer.rpartition(":")
-            opening = connect(host.strip("[]"), int(port), self._hear_sender, self._sender_gone, self._connections)
-            sender = self._senders[peer] = _ConnectedSender(asyncio.get_running_loop().create_task(opening))
-            sender.connecting.add_done_callback(functools.partial(self._connect_ended, peer, sender))
-        sender.users.add(inbound)
-        await asyncio.wait([sender.connecting])
-        if sender.connecting.cancelled():
+            sender = self._senders[peer] = asyncio.get_running_loop().create_task(self._dial(peer))
+            sender.add_done_callback(lambda _: self._tidy(peer))
+        await asyncio.wait([sender])
+        if sender.cancelled():
             raise PeerLost("this daemon is shutting down")
-        return sender.connecting.result()
+        if sender.result().closed:
+            raise PeerLost("the sending daemon closed the connection")
+        return sender.result()
+
+    async def _dial(self, peer: str) -> PeerConnection:
+        return PeerConnection(*await connect(peer), self._hear_sender, self._sender_gone, self._connections)
 
     def _hear_sender(self, connection: PeerConnection, message: PeerMessage) -> None:
         handle = self._from_sender.get(type(message))
@@ -299,15 +284,15 @@ class PeerTransport:
 
     def _sender_gone(self, connection: PeerConnection, why: str) -> None:
         for peer, sender in list(self._senders.items()):
-            if _is_there(sender) and sender.connecting.result() is connection:
+            if _is_there(sender) and sender.result() is connection:
                 del self._senders[peer]
-                for inbound in list(sender.users):
-                    inbound.lost(why)
+        for inbound in list(self._inbounds.values()):
+            if inbound.peer is connection:
+                inbound.lost(why)
 
 
-def _is_there(sender: _ConnectedSender) -> bool:
-    task = sender.connecting
-    return task.done() and not task.cancelled() and task.exception() is None
+def _is_there(sender: asyncio.Task[PeerConnection]) -> bool:
+    return sender.done() and not sender.cancelled() and sender.exception() is None
 
 
 def _share(message: PeerMessage) -> Attempt:

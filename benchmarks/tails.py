@@ -1,0 +1,197 @@
+"""What a quiet client waits for beside a flood: p50 and p99 of a read of 2 MiB, a swap and a look-up.
+
+    python -m benchmarks.tails [--rounds 5] [--count 2000] [--format json] [--save]
+
+Four clients in another process write blocks of 2 MiB as fast as they can; each has LANES tasks of FLOOD_BLOCKS blocks
+under way. The quiet client has one call under way. Rounds alone and beside the flood take turns in one run, on a store
+of files and on one of memory. The bar of issue "Fast on slow memory, too" is 5 x alone for each p99.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engines import RESULTS
+from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, WriteStorageTask
+from transferd.cli.bench.harness import Row, machine, print_report, report, row
+from transferd.client.launch import running
+from transferd.runtime.compat import wait_for
+
+BLOCKS = 64
+LAYOUT = {"layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": BLOCKS}
+BLOCK_MIB = 2
+CLIENTS, LANES, FLOOD_BLOCKS = 4, 4, 4
+TIMES = 5.0  # p99 beside a flood, in p99 alone, at most
+STORES: dict[str, dict[str, Any]] = {
+    "file": {"backend": "file", "file": {"capacity": "4GiB"}},
+    "memory": {"backend": "memory", "memory": {"capacity": "2GiB"}},
+}
+numbers = itertools.count()
+
+
+@contextlib.asynccontextmanager
+async def engine(endpoint: str, name: str) -> AsyncIterator[Client]:
+    """A registered engine of one rank, whose memory the daemon makes."""
+    async with Client(endpoint, engine=name, await_ready=False) as client:
+        layout = LAYOUT | {"ownership": "create"}
+        await client.register(Engine(ranks=1, model=name, layout=layout, host_blocks=BLOCKS))
+        await client.wait_ready(60)
+        await client.attach(0)
+        yield client
+
+
+async def flood(endpoint: str) -> None:
+    """The process that floods: "go" and "stop" come on stdin. It answers a stop with the MiB it wrote per second."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(engine(endpoint, f"floods{number}")) for number in range(CLIENTS)]
+        print("ready", flush=True)
+        while (await asyncio.to_thread(sys.stdin.readline)).strip() == "go":
+            stop = asyncio.Event()
+            lanes = [_write_until(stop, client, lane) for client in clients for lane in range(LANES)]
+            writing = [asyncio.ensure_future(lane) for lane in lanes]
+            before = time.perf_counter()
+            print("going", flush=True)
+            await asyncio.to_thread(sys.stdin.readline)
+            stop.set()
+            tasks = sum(await asyncio.gather(*writing))
+            print(tasks * FLOOD_BLOCKS * BLOCK_MIB / (time.perf_counter() - before), flush=True)
+
+
+async def _write_until(stop: asyncio.Event, client: Client, lane: int) -> int:
+    tasks = 0
+    while not stop.is_set():
+        number = next(numbers)
+        keys = [f"f{number}-{i}" for i in range(FLOOD_BLOCKS)]
+        blocks = [lane * FLOOD_BLOCKS + i for i in range(FLOOD_BLOCKS)]
+        await client.insist(WriteStorageTask(task_id=f"f{number}", keys=keys, gpu_block_ids=blocks, timeout=60))
+        tasks += 1
+    return tasks
+
+
+@contextlib.asynccontextmanager
+async def flooding(endpoint: str) -> Any:
+    """Yields `told(word)`, which passes a word to a process that floods, and returns its answer."""
+    pipe = asyncio.subprocess.PIPE
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.tails", "--flood", endpoint, stdin=pipe, stdout=pipe
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    stdin, stdout = child.stdin, child.stdout
+
+    async def told(word: str = "") -> str:
+        if word:
+            stdin.write(f"{word}\n".encode())
+        return (await wait_for(stdout.readline(), 120)).decode().strip()
+
+    await told()
+    try:
+        yield told
+    finally:
+        stdin.close()
+        await wait_for(child.wait(), 60)
+
+
+async def read(client: Client) -> None:
+    number = next(numbers)
+    task = ReadStorageTask(task_id=f"r{number}", keys=["quiet"], gpu_block_ids=[number % BLOCKS])
+    assert (result := await client.submit(task)).status is Status.OK, result
+
+
+async def swap(client: Client) -> None:
+    number = next(numbers)
+    task = SwapOutTask(task_id=f"s{number}", gpu_block_ids=[number % BLOCKS], cpu_block_ids=[number % BLOCKS])
+    assert (result := await client.submit(task)).status is Status.OK, result
+
+
+async def look_up(client: Client) -> None:
+    assert await client.exists(["quiet"]) == [True]
+
+
+CALLS: dict[str, Callable[[Client], Awaitable[None]]] = {
+    "read of 2 MiB": read,
+    "swap of 2 MiB": swap,
+    "exists": look_up,
+}
+
+
+async def timed(call: Callable[[Client], Awaitable[None]], client: Client, count: int) -> list[float]:
+    """Milliseconds of each call."""
+    took = []
+    for _ in range(count):
+        before = time.perf_counter()
+        await call(client)
+        took.append((time.perf_counter() - before) * 1e3)
+    return took
+
+
+async def measure(store: str, endpoint: str, rounds: int, count: int) -> list[Row]:
+    """count: calls of each kind beside a flood in all."""
+    alone: dict[str, list[list[float]]] = {name: [] for name in CALLS}
+    beside: dict[str, list[list[float]]] = {name: [] for name in CALLS}
+    rates = []
+    async with flooding(endpoint) as told, engine(endpoint, "quiet") as client:
+        task = WriteStorageTask(task_id="w", keys=["quiet"], gpu_block_ids=[0])
+        assert (stored := await client.submit(task)).status is Status.OK, stored
+        await client.pin(["quiet"], 3600.0)
+        for call in CALLS.values():
+            await timed(call, client, 50)
+        for _ in range(rounds):
+            for name, call in CALLS.items():
+                alone[name].append(await timed(call, client, count // rounds))
+            await told("go")
+            await asyncio.sleep(1.0)
+            for name, call in CALLS.items():
+                beside[name].append(await timed(call, client, count // rounds))
+            rates.append(float(await told("stop")))
+    rows = []
+    for name in CALLS:
+        for part, title in ((98, "p99"), (49, "p50")):
+            quiet, loud = ([statistics.quantiles(one, n=100)[part] for one in each[name]] for each in (alone, beside))
+            rows.append(row(f"{store}: {name}, {title} alone", quiet, "ms", 1.0, "ms"))
+            times = [one / statistics.median(quiet) for one in loud]
+            rows.append(row(f"{store}: {name}, {title} beside a flood", times, "x", TIMES, "x alone at most"))
+    rows.append(row(f"{store}: the flood", rates, "MiB/s", statistics.median(rates), "MiB/s"))
+    return rows
+
+
+async def main(rounds: int, count: int) -> list[Row]:
+    rows = []
+    for store, section in STORES.items():
+        with tempfile.TemporaryDirectory(prefix="transferd-tails-") as directory:
+            storage = dict(section)
+            if store == "file":
+                storage["file"] = storage["file"] | {"path": f"{directory}/store"}
+            tree = {"storage": storage, "engines": {"devices": ["shm"]}, "host": {"staging": "128MiB"}}
+            with running(tree, Path(directory)) as daemon:
+                rows += await measure(store, daemon.endpoint, rounds, count)
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--count", type=int, default=2000, help="calls of each kind, alone and beside the flood")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--save", action="store_true", help="write results/tails.json")
+    parser.add_argument("--flood", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.flood:
+        asyncio.run(flood(options.flood))
+        sys.exit(0)
+    where = machine()
+    tree = report("tails", where, asyncio.run(main(options.rounds, options.count)))
+    if options.save:
+        (RESULTS / "tails.json").write_text(json.dumps(tree, indent=1) + "\n")
+    print_report(tree, options.format)
