@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from tests.support.simulation.loop import SimLoop, simulate
-from transferd.storage.running import Running
+from transferd.storage.running import RunningCalls
 
 
 def test_only_calls_about_the_same_objects_are_waited_for() -> None:
     async def story(loop: SimLoop) -> None:
-        calls = Running()
+        calls = RunningCalls()
         with calls.of(["a", "b"]):
             assert (calls.has("a"), calls.has("b"), calls.has("c")) == (True, True, False)
             await calls.without(["c", "d"])
@@ -32,7 +32,7 @@ def test_only_calls_about_the_same_objects_are_waited_for() -> None:
 
 def test_an_object_that_two_calls_are_about_is_waited_for_until_both_have_ended() -> None:
     async def story(loop: SimLoop) -> None:
-        calls = Running()
+        calls = RunningCalls()
         second = calls.of(["a"])
         with calls.of(["a"]):
             second.__enter__()
@@ -46,7 +46,7 @@ def test_an_object_that_two_calls_are_about_is_waited_for_until_both_have_ended(
 
 
 async def test_a_call_that_raises_runs_no_more() -> None:
-    calls = Running()
+    calls = RunningCalls()
     with pytest.raises(OSError, match="worn out"), calls.of(["a"]):
         raise OSError("worn out")
     assert not calls.has("a")

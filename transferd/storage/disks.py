@@ -39,7 +39,7 @@ from transferd.storage.lent import chosen, chosen_drain, chosen_fill
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
 from transferd.storage.queues import STORED, UNSAVED, Noted
-from transferd.storage.running import Running
+from transferd.storage.running import RunningCalls
 from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
@@ -127,7 +127,9 @@ class Disks(Storage, Index):
         self._keeper = FilesKeeper(disks, self._book)
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
-        self._stores = Running()  # one that fails on a disk goes on on another, so a purge of each disk waits for all
+        self._stores = (
+            RunningCalls()
+        )  # one that fails on a disk goes on on another, so a purge of each disk waits for all
         chains = [disk.chains for disk in disks]
         for disk in disks:
             disk.share(self._book, self._keeper)

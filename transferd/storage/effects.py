@@ -15,7 +15,7 @@ from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.batch import Read, Write, bare
-from transferd.storage.running import Running
+from transferd.storage.running import RunningCalls
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class Traffic:
     """Counts running calls: wrap each in `with traffic:`. Used on one event loop. reads: those that read objects."""
 
     def __init__(self) -> None:
-        self.reads = Running()
+        self.reads = RunningCalls()
         self._under_way = 0
         self._quiet = asyncio.Event()
         self._quiet.set()

@@ -70,7 +70,7 @@ from transferd.storage.effects import Effects, Traffic
 from transferd.storage.keeping import IndexKeeper, Keeper
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.queues import DAMAGED, GONE, PURGED
-from transferd.storage.running import Running
+from transferd.storage.running import RunningCalls
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
@@ -108,7 +108,7 @@ class IndexedStorage(LevelOrder, Storage):
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
-        self.stores = Running()
+        self.stores = RunningCalls()
         self._closed = False
         self._near = True  # whether the thread that writes an object reads the slot for it
 

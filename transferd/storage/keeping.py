@@ -26,7 +26,7 @@ from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
-from transferd.storage.running import Running
+from transferd.storage.running import RunningCalls
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
 
@@ -179,7 +179,7 @@ class Keeper(abc.ABC):
 class Purging(Protocol):
     """The part of a store that a keeper needs. stores: those that run now, in whichever place of the store."""
 
-    stores: Running
+    stores: RunningCalls
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""

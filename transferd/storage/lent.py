@@ -40,15 +40,15 @@ def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
 
 def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
     """The `fill` of a call for `chosen` items."""
-    return fill and _Chosen(fill, which)
+    return fill and _ChosenCall(fill, which)
 
 
 def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
     """The `drain` of a call for `chosen` items."""
-    return drain and _Chosen(drain, which)
+    return drain and _ChosenCall(drain, which)
 
 
-class _Chosen:
+class _ChosenCall:
     """call: a Fill or a Drainer."""
 
     def __init__(self, call: Any, which: Sequence[int]) -> None:

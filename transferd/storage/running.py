@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Collection, Iterator
 
 
-class Running:
+class RunningCalls:
     """Calls of one kind. Used on one event loop."""
 
     def __init__(self) -> None:
