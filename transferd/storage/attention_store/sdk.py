@@ -29,8 +29,9 @@ import structlog
 
 from transferd.blocks.keys import PathKeys
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.config import AttentionStoreSection, CacheSection, StorageSection
+from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
+from transferd.config.sections import AttentionStoreSection
 from transferd.errors import (
     Closed,
     ConfigError,
