@@ -24,7 +24,6 @@ from transferd.storage.base import (
     Item,
     Outcome,
     Outcomes,
-    PartItem,
     SlotStorage,
     Storage,
     blobs_of,
@@ -177,16 +176,6 @@ def test_each_item_keeps_its_own_slot_and_a_slot_too_few_is_a_bug() -> None:
     assert [(blob.name, blob.data.nbytes) for blob in made] == [("a", 1), ("b", 2)]
     with pytest.raises(ValueError, match="shorter"):
         blobs_of([Item("a", 1), Item("b", 2)], slots[:1])
-
-
-def test_a_plain_item_made_of_a_part_item_is_the_whole_object() -> None:
-    """A level that loads for another one asks for all of it, or a part would pass as an object."""
-    use, other = Use(), Use()
-    whole = Item("a", 100, use, 3)
-    part = PartItem.of(whole, (10, 20), other)
-    assert (part.name, part.nbytes, part.use, part.depth, part.span) == ("a", 100, other, 3, (10, 20))
-    assert Item(*part).span is None
-    assert whole.span is None
 
 
 @pytest.mark.parametrize(("use", "counted"), [(None, True), (Use(), True), (Use(counts=False), False)])

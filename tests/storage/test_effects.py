@@ -19,7 +19,7 @@ def test_an_effect_waits_for_what_comes_first_and_says_which_names_it_could_not_
         threads = SimThreads(2)
         threads.open()
         effects, gate, done = Effects(threads, 2), asyncio.Event(), list[str]()
-        failed: list[int] = []
+        failed: list[str] = []
 
         def effect(name: str) -> None:
             if name == "bad":
@@ -35,7 +35,7 @@ def test_an_effect_waits_for_what_comes_first_and_says_which_names_it_could_not_
         gate.set()
         await task
         await effects.end()
-        assert (effects.busy, sorted(done), failed) == ({}, ["a", "b"], [1])
+        assert (effects.busy, sorted(done), failed) == ({}, ["a", "b"], ["bad"])
         threads.close()
 
     simulate(story, 1)
@@ -45,7 +45,7 @@ def test_a_bug_in_an_effect_is_raised_and_nothing_waits_for_its_names() -> None:
     async def story(_: object) -> None:
         threads = SimThreads(2)
         threads.open()
-        effects, failed = Effects(threads, 2), list[int]()
+        effects, failed = Effects(threads, 2), list[str]()
 
         def effect(name: str) -> None:
             raise KeyError(name)
@@ -65,7 +65,7 @@ def test_with_quick_effects_everything_happens_on_the_loop_itself() -> None:
 
     async def story(_: object) -> None:
         threads = SimThreads(2)  # none of them is started
-        effects, done, failed = Effects(threads, 2, quick=True), list[str](), list[int]()
+        effects, done, failed = Effects(threads, 2, quick=True), list[str](), list[str]()
 
         def effect(name: str) -> None:
             if name == "bad":
@@ -73,7 +73,7 @@ def test_with_quick_effects_everything_happens_on_the_loop_itself() -> None:
             done.append(name)
 
         await effects.begin(["bad", "a"], effect, failed.extend)
-        assert (done, failed, effects.busy, threads.started) == (["a"], [0], {}, 0)
+        assert (done, failed, effects.busy, threads.started) == (["a"], ["bad"], {}, 0)
 
     simulate(story, 1)
 

@@ -13,8 +13,8 @@ import pytest
 from tests.storage.harness import put_stranger, skip_without_direct_io
 from tests.support.descriptors import open_below
 from tests.support.page_cache import pages_in_memory
-from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import UNIT
+from transferd.storage.opening import READ_FLAGS
 
 FLAGS = READ_FLAGS | os.O_DIRECT
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)

@@ -284,7 +284,7 @@ async def test_the_second_of_two_overlapping_purges_waits_for_what_the_first_rem
     harness = await open_storage(one_disk(tmp_path))
     await put(harness, names(5))
     assert isinstance(harness.storage, FileStorage)
-    reading = harness.storage._traffic.reading(names(5))
+    reading = harness.storage._traffic.reads.of(names(5))
     with reading:  # a load of these runs
         first = asyncio.ensure_future(keeper(harness).purge(Selection(model="m")))
         second = asyncio.ensure_future(keeper(harness).purge(Selection()))

@@ -181,7 +181,7 @@ async def stored(store: Harness, nbytes: int) -> Path:
     [outcome] = await put(store.storage, [blob(store, content(1, nbytes))])
     assert outcome.found is Found.STORED
     assert isinstance(store.storage, FileStorage)
-    [file] = (p for p in Path(store.storage._path).rglob("*") if p.is_file() and p.stat().st_size == nbytes)
+    [file] = (p for p in Path(store.storage.path).rglob("*") if p.is_file() and p.stat().st_size == nbytes)
     return file
 
 

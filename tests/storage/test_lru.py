@@ -50,7 +50,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize(capacity=st.integers(0, 150))
     def start(self, capacity: int) -> None:
         self.index = LruIndex(capacity)
-        self.index.left = self.left.append
+        self.index.watchers.append(queues.departures(self.left.append))
 
     @property
     def used(self) -> int:

@@ -26,10 +26,11 @@ if weed() is None:
 
 import obstore
 
+from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Item
-from transferd.storage.object_store import PROBE, ObjectStorage, try_out
+from transferd.storage.object_store import PROBE, ObjectStorage
 from transferd.storage.paths import quoted
 
 SIZE = 300_000
@@ -84,7 +85,7 @@ async def test_a_bucket_that_is_not_there_is_named_at_start() -> None:
     section = msgspec.structs.replace(section, url="s3://no-such-bucket/x")
     with pytest.raises(ConfigError, match=r"storage\.object\.url: .*no such bucket.*no-such-bucket"):
         await ObjectStorage(section, clock=SYSTEM_CLOCK).open()
-    assert "no such bucket" in try_out(section)
+    assert "no such bucket" in ObjectStorage.try_out(StorageSection(object=section))
 
 
 async def test_a_wrong_secret_is_refused_at_start_and_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +243,8 @@ async def test_a_server_without_room_says_so_for_each_object_and_keeps_what_it_t
 
 
 def test_the_doctor_stores_loads_and_removes_one_object(tmp_path: Path) -> None:
-    assert try_out(object_config(object_server(), tmp_path.name)) == ""
+    section = object_config(object_server(), tmp_path.name)
+    assert ObjectStorage.try_out(StorageSection(object=section)) == ""
     assert stored_under(object_server(), f"{tmp_path.name}/{PROBE}") == []
 
 

@@ -43,18 +43,6 @@ def test_directories_wait_until_there_are_many_and_the_empty_ones_go(tmp_path: P
     assert directories[1].is_dir(), "it waits for the next many"
 
 
-def test_a_directory_stays_while_objects_arrive_beside_it(tmp_path: Path) -> None:
-    pruning = Pruning(f"{tmp_path}/")
-    directories = made(tmp_path, AT_ONCE)
-    for _ in range(3):
-        pruning.arrived(f"{tmp_path}/space/fff/object")
-        leave(pruning, *directories)
-        assert all(directory.is_dir() for directory in directories)
-    pruning.arrived(f"{tmp_path}/another/fff/object")
-    leave(pruning, *directories)
-    assert not (tmp_path / "space").exists()
-
-
 def test_the_end_takes_all_that_wait_with_their_parents_and_leaves_the_root(tmp_path: Path) -> None:
     pruning = Pruning(f"{tmp_path}/")
     directories = made(tmp_path, 3)

@@ -5,19 +5,17 @@ from __future__ import annotations
 from transferd.storage.queues import (
     FOUND_AT,
     PINNED,
-    Account,
     EngineOwner,
     Entry,
     Queue,
     Use,
     UseGroup,
-    heat_of,
     order_of,
 )
 
 
 def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:
-    queue = Queue(Account(EngineOwner("a")))
+    queue = Queue(EngineOwner("a"))
     group, other = UseGroup(Use(), 2, queue), UseGroup(Use(), 3, queue)
     entries = [Entry(f"n{depth}", 10) for depth in range(4)]
     for depth in (2, 0, 3, 1):
@@ -38,7 +36,7 @@ def chain(queue: Queue, number: int, space: str, length: int) -> UseGroup:
 
 
 def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
-    queue = Queue(Account(EngineOwner("a")))
+    queue = Queue(EngineOwner("a"))
     chain(queue, 1, "m/f/g", 2)
     second = chain(queue, 2, "m/f/g", 2)
     second.add(Entry("m/f/g/last/0", 10), 5)
@@ -46,13 +44,12 @@ def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
     assert [entry.name.split("/")[3] for entry in going] == ["1-1", "1-0", "last", "2-1", "2-0"]
     assert list(queue.hottest_first()) == going[::-1]
     assert sorted(going, key=order_of) == going
-    assert sorted(going, key=heat_of) == going[::-1]
-    queue.pinned.add(going[2], 5)
+    queue.aside.add(going[2], 5)
     assert going[2] not in list(queue.next_to_go())
 
 
 def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:
-    queue = Queue(Account(EngineOwner("a")))
+    queue = Queue(EngineOwner("a"))
     one = chain(queue, 1, "m/f/g", 2)
     chain(queue, 2, "m/f/other", 2)
     chain(queue, 3, "m/f/g", 3)
@@ -63,13 +60,12 @@ def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:
     assert queue.continued_by("m/f/g/next/0", 2, ()) is None, "two end there"
 
 
-def test_an_entry_has_its_account_and_whether_it_was_used() -> None:
-    account = Account(EngineOwner("a"))
-    queue = Queue(account)
+def test_an_entry_has_its_owner_and_whether_it_was_used() -> None:
+    queue = Queue(EngineOwner("a"))
     entry = Entry("n", 10)
-    assert (entry.account, entry.pinned, entry.touched) == (None, False, False)
+    assert (entry.owner, entry.pinned, entry.touched) == (None, False, False)
     UseGroup(Use(), 1, queue, FOUND_AT).add(entry, 0)
-    assert (entry.account, entry.pinned, entry.touched) == (account, False, False)
-    queue.pinned.add(entry, 0)
+    assert (entry.owner, entry.pinned, entry.touched) == (EngineOwner("a"), False, False)
+    queue.aside.add(entry, 0)
     entry.kept = PINNED
-    assert (entry.account, entry.pinned, entry.touched) == (account, True, True)
+    assert (entry.owner, entry.pinned, entry.touched) == (EngineOwner("a"), True, True)

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
-from transferd.storage.queues import PINNED, UNSAVED, EngineOwner, space_of
+from transferd.storage.queues import HELD_S, PINNED, UNSAVED, EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 
@@ -27,7 +27,7 @@ def chain(space: str, count: int, first: int = 0) -> list[str]:
 
 
 def held(index: LruIndex, owner: EngineOwner) -> int:
-    return next((one.used for one in index.accounts() if one.owner == owner), 0)
+    return next((one.used for one in index.queues() if one.owner == owner), 0)
 
 
 def test_without_shares_the_oldest_object_goes_of_any_owner() -> None:
@@ -93,7 +93,7 @@ def test_an_engine_takes_over_its_spaces_ownerless_objects_alone() -> None:
     index.claim(C, "m/f", 0.0)
     assert (held(index, A), held(index, B), held(index, C)) == (0, 40, 60)
     index.adopt([])
-    assert sum(one.used for one in index.accounts()) == index.used
+    assert sum(one.used for one in index.queues()) == index.used
 
 
 def test_what_was_found_and_is_held_for_a_copy_belongs_to_the_first_engine_that_uses_it() -> None:
@@ -112,20 +112,23 @@ def test_what_was_found_and_is_held_for_a_copy_belongs_to_the_first_engine_that_
     assert (held(index, A), held(index, B)) == (20, 20), "its copy was no use of it"
     index.touch_one(pinned, Use(owner=B), 0)
     assert (held(index, A), held(index, B)) == (20, 20), "what A has pinned is A's"
-    assert sum(one.used for one in index.accounts()) == index.used
+    assert sum(one.used for one in index.queues()) == index.used
 
 
 def test_the_share_of_an_engine_that_left_is_kept_until_it_has_been_gone_for_long() -> None:
-    index = LruIndex(100)
+    now = 0.0
+    index = LruIndex(100, now=lambda: now)
     index.claim(A, "a/f", 0.5)
     stored(index, A, chain("a", 5))
+    now = 1000.0
     index.disown(A)
+    now += HELD_S - 1.0
     stored(index, B, chain("b", 30))
     assert held(index, A) == 50
-    index.keep_no_share(A)
+    now += 1.0
     stored(index, B, chain("b", 30, 30))
     assert held(index, A) == 0
-    assert A not in [one.owner for one in index.accounts()], "nothing is left of it"
+    assert A not in [one.owner for one in index.queues()], "nothing is left of it"
 
 
 def test_pins_stay_whatever_is_written_and_are_the_first_to_be_remembered() -> None:
@@ -153,7 +156,7 @@ def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
         index.pin(index.get(name))  # type: ignore[arg-type]
     gone = index.set_bounds(50)
     assert [victim.name for victim in gone] == chain("a", 8)[:4:-1], "from the leaf"
-    assert not any(one.pinned for one in index.accounts())
+    assert not any(one.pinned for one in index.queues())
 
 
 @pytest.mark.parametrize("seeds", [range(250)])
@@ -203,7 +206,7 @@ def story(seed: int) -> None:
             if entry.pinned:
                 index.unpin(entry, use)
                 pinned.discard(entry.name)
-            elif sum(one.pinned for one in index.accounts()) + entry.nbytes <= capacity // 3:
+            elif sum(one.pinned for one in index.queues()) + entry.nbytes <= capacity // 3:
                 index.pin(entry)
                 pinned.add(entry.name)
         elif step < 0.95 and len(index):
@@ -223,7 +226,7 @@ def story(seed: int) -> None:
 
 
 def check(index: LruIndex, seed: int, pinned: set[str]) -> None:
-    accounts = index.accounts()
+    accounts = index.queues()
     assert sum(one.used for one in accounts) == index.used, f"seed {seed}"
     assert sum(one.objects for one in accounts) == len(index), f"seed {seed}"
     assert index.used <= index.capacity, f"seed {seed}"
@@ -233,7 +236,7 @@ def check(index: LruIndex, seed: int, pinned: set[str]) -> None:
     order = [(entry.group.number, -entry.depth) for entry in entries if entry.group and not entry.pinned]
     assert order == sorted(order, reverse=True), f"seed {seed}: across owners, too"
     for account in accounts:
-        own = [entry for entry in entries if entry.account is account]
+        own = [entry for entry in entries if entry.group is not None and entry.group.queue is account]
         assert account.pinned == sum(entry.nbytes for entry in own if entry.pinned), f"seed {seed}"
         assert account.objects == len(own), f"seed {seed}"
 

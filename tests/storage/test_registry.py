@@ -130,6 +130,7 @@ def test_the_registry_imports_no_backend_until_one_is_chosen() -> None:
         "selection",
         "orders",
         "pins",
+        "running",
         "keeping",
         "levels",
         "levels.base",

@@ -85,7 +85,7 @@ async def test_a_backups_file_stays_what_it_is(store: FileStorage, tmp_path: Pat
 async def test_an_object_that_is_read_is_not_emptied(store: FileStorage, tmp_path: Path) -> None:
     await stored(store, 1)
     [path] = (tmp_path / "objects").rglob("*@0")
-    with path.open("rb") as reading, store._traffic.reading([blob(1).name]):
+    with path.open("rb") as reading, store._traffic.reads.of([blob(1).name]):
         store._remove(blob(1).name)
         assert reading.read() == blob(1).data
     assert there(tmp_path) == []

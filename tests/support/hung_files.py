@@ -30,5 +30,5 @@ class HungFiles(FileStorage):
         return super()._read_run(drain, slots, run)
 
     def _hang(self) -> None:
-        while os.path.exists(self._path + HANGS):
+        while os.path.exists(self.path + HANGS):
             time.sleep(0.02)

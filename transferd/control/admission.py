@@ -145,13 +145,13 @@ def _check_read(task: ReadStorageTask, limits: Limits) -> None:
 
 def _check_write(task: WriteStorageTask, limits: Limits) -> None:
     keys, field, most = _check_storage(task, task.start_write_block_idx, limits)
-    flush, ids = limits.only_flush and task.lane is Lane.WRITE, len(task.block_ids)
-    if ids != keys and not (flush and not ids):  # evicted blocks have no ids
-        raise RequestError(f"keys has {keys} entries, {field} {ids}", code="length_mismatch")
+    flush, ids = limits.only_flush and task.lane is Lane.WRITE, task.block_ids
+    if len(ids) != keys and not (flush and not ids):  # evicted blocks have no ids
+        raise RequestError(f"keys has {keys} entries, {field} {len(ids)}", code="length_mismatch")
     if keys > most and not flush:  # so many would name some block twice
         where = "host pool" if task.cpu_block_ids else "device"
         raise RequestError(f"{keys} blocks, but the {where} has only {most}", code="too_many_blocks")
-    check_ids(task.block_ids, most, field, target=False)
+    check_ids(ids, most, field, target=False)
     if len(set(task.keys)) != keys:
         twice = next(key for key, times in Counter(task.keys).items() if times > 1)
         raise RequestError(f"keys names one block twice: {twice[:80]!r}", code="duplicate_key")
@@ -238,11 +238,8 @@ def content_hash(task: Task) -> int:
         place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
     else:
         place = (task.start_read_block_idx, task.prefix)
-    return hash((task.lane, transfer, tuple(task.keys), _ids_of(task), task.token_ids, task.salt, place))
-
-
-def _ids_of(task: ReadStorageTask | WriteStorageTask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())
+    ids = tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())
+    return hash((task.lane, transfer, tuple(task.keys), ids, task.token_ids, task.salt, place))
 
 
 # --- results that answer a repeated push ----------------------------------------------------------

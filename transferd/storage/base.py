@@ -45,7 +45,7 @@ from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels
 from transferd.storage.lru import Use
-from transferd.storage.queues import UNSAVED
+from transferd.storage.queues import UNSAVED, Noted, departures
 from transferd.storage.selection import Selection
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
@@ -88,47 +88,25 @@ class Item(NamedTuple):
 
     use: the task's use, by which backends order evictions; None if the call's items are one chain and a use of its own.
     depth: the block's depth in the use's chain.
+    span: the bytes of the object that `drain` takes besides the footer: its `data` may lack the rest. None for all. A
+        storage that does not pass it on loads whole objects.
     """
 
     name: str
     nbytes: int
     use: Use | None = None
     depth: int = 0
+    span: tuple[int, int] | None = None
 
     @property
     def counted(self) -> bool:
         """Whether a load of it counts hits and misses. All items of a call say the same."""
         return self.use is None or self.use.counts
 
-    @property
-    def span(self) -> tuple[int, int] | None:
-        """The bytes of the object that `drain` takes besides the footer: its `data` may lack the rest. None for all."""
-        return None
-
-
-class PartItem(Item):
-    """An Item for a load of only a part of the object. A storage that copies it to plain Items loads whole objects."""
-
-    _span: tuple[int, int]
-
-    @classmethod
-    def of(cls, item: Item, span: tuple[int, int], use: Use | None) -> PartItem:
-        made = cls(item.name, item.nbytes, use, item.depth)
-        made._span = span
-        return made
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self._span
-
 
 Fill = Callable[[int, memoryview, bool], bool]
 """fill(i, data, near): makes the whole object of item i in `data`. near: this thread reads `data` next, so its bytes
 should stay in the caches. Returns False if the task has ended; then store nothing."""
-
-
-Noted = Callable[[str, str, Hashable], None]
-"""noted(name, what, whose): an object was stored by, or has left for, this owner. what: STORED … GONE (queues.py)."""
 
 
 Take = Callable[[memoryview], bool]
@@ -141,11 +119,9 @@ class Drainer(Protocol):
     @property
     def wanted(self) -> bool:
         """Whether the task still needs its objects. Any thread may ask, before it waits for a medium."""
-        ...
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
         """Take the complete object of item i. `data` is borrowed for this call. Returns whether it was taken."""
-        ...
 
 
 def as_chain(items: Sequence[Item]) -> list[Item]:
@@ -232,22 +208,24 @@ class Index:
         """
         return None
 
-    def tell_departures(self, left: Callable[[str], None]) -> bool:  # noqa: ARG002 - a default
+    def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
 
         KV events need it. Returns False, as the default does, if the backend cannot notice every departure (a pool
-        shared with other nodes evicts on its own). If it returns True, `find` never returns None. Call it at most once.
+        shared with other nodes evicts on its own). If it returns True, `find` never returns None.
+        """
+        return self.observe(departures(left))
+
+    def observe(self, noted: Noted) -> bool:  # noqa: ARG002 - a default
+        """Call this for each object that is stored or leaves, on the event loop, in that very step.
+
+        Returns False, as the default does, if the backend cannot notice all of them.
         """
         return False
 
-    def tell_losses(self, lost: Callable[[str], None]) -> None:
-        """Call `lost(name)`, in the very step in which an object leaves without having been evicted. At most once."""
-
     def trace(self, noted: Callable[[str], Noted], place: str) -> None:
-        """Call what `noted(place)` returns for each object that is stored or leaves, in that very step. For people.
-
-        place: the name of the backend or level. A storage that does not know its own objects notes nothing.
-        """
+        """`observe` with what `noted(place)` returns. For people. place: the name of the backend or level."""
+        self.observe(noted(place))
 
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
@@ -330,8 +308,8 @@ class Storage(abc.ABC):
 
     @property
     def index(self) -> Index:
-        """Its answers without I/O."""
-        return NO_INDEX
+        """Its answers without I/O: itself, if it is an Index."""
+        return self if isinstance(self, Index) else NO_INDEX
 
     @property
     def keeper(self) -> Keeper | None:
@@ -436,7 +414,7 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def quarantine(self, name: str) -> Awaitable[None]:
+    def quarantine(self, name: str) -> Awaitable[object]:
         """Make an object that failed its check unreachable, and keep it for inspection if that is cheap.
 
         In a backend with an index, the object is unreachable once this returns, and so before its task is answered.
@@ -497,7 +475,7 @@ class Source(Protocol):
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]: ...
-    def quarantine(self, name: str) -> Awaitable[None]: ...
+    def quarantine(self, name: str) -> Awaitable[object]: ...
 
 
 def slots_for(source: Source, names: Sequence[str]) -> int:

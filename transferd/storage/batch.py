@@ -10,9 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from transferd.errors import Closed, StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import Fill, Index, Item, Noted, Outcome
+from transferd.storage.base import Fill, Index, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
-from transferd.storage.queues import UNSAVED, nobody, space_of
+from transferd.storage.queues import UNSAVED, Noted, nobody, space_of
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
@@ -116,21 +116,25 @@ class LevelOrder(Index):
     _closed: bool
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        self._check_not_closed()
         if use is None:  # not a use: the order of eviction stays
+            self._check_not_closed()
             return [name in self._index for name in names]
-        self._check_usable()
+        self._check_open()
         return self._index.find(names, use)
-
-    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        return self.find(names, use)
 
     def _check_not_closed(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
 
-    def _check_usable(self) -> None:
-        """Raise StorageUnavailable while no call can succeed."""
+    def _check_open(self) -> None:
+        """Raise Closed, or StorageUnavailable while no call can succeed."""
+        self._check_not_closed()
+        if problem := self.unusable():
+            raise StorageUnavailable(problem)
+
+    def unusable(self) -> str:
+        """See Storage."""
+        return ""
 
     @property
     def capacity(self) -> int:
@@ -148,21 +152,15 @@ class LevelOrder(Index):
         self._index.place, self._index.holds = number, holds
         self._index.chains.place = None if holds else number
 
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        self._index.left = left
+    def observe(self, noted: Noted) -> bool:
+        self._index.watchers.append(noted)
         return True
 
-    def tell_losses(self, lost: Callable[[str], None]) -> None:
-        self._index.lost = lost
-
-    def trace(self, noted: Callable[[str], Noted], place: str) -> None:
-        self._index.went = noted(place)
-
     def touch(self, items: Sequence[Item]) -> None:
-        for name, _, use, depth in items:
-            entry = self._index.get(name)
-            if entry is not None and use is not None:
-                self._index.touch_one(entry, use, depth)
+        for item in items:
+            entry = self._index.get(item.name)
+            if entry is not None and item.use is not None:
+                self._index.touch_one(entry, item.use, item.depth)
 
     def hold(self, name: str, why: int = UNSAVED) -> int | None:
         entry = self._index.get(name)
@@ -178,9 +176,9 @@ class LevelOrder(Index):
 
     def owner_of(self, name: str) -> Hashable | None:
         entry = self._index.get(name)
-        if entry is None or entry.account is None:
+        if entry is None or entry.group is None:
             return None
-        return entry.account.owner if entry.touched else nobody(space_of(name))
+        return entry.owner if entry.touched else nobody(space_of(name))
 
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         return ((name, entry.nbytes) for name, entry in self._index.hottest_first())

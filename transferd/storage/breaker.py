@@ -5,14 +5,14 @@
     half_open  the probe runs; calls still fail at once
 
 `failed` opens it, after an answer that means that the backend is unavailable, or when a call is overdue. A
-successful probe closes it. While closed it costs nothing: no timer, no task. While open it probes, one probe at a
-time, until one succeeds.
+successful probe closes it. While open it probes, one probe at a time, until one succeeds.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -30,6 +30,7 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
+@dataclass(eq=False)
 class CircuitBreaker:
     """Guards one backend, on one event loop.
 
@@ -38,23 +39,23 @@ class CircuitBreaker:
     opens: called each time it opens.
     """
 
-    def __init__(
-        self,
-        name: str,
-        probe: Callable[[], Awaitable[bool]],
-        probe_interval: float,
-        opens: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.state = BreakerState.CLOSED
-        self.opened = 0  # how often it has opened
-        self.reason = ""  # the last failure; empty while closed
-        self._name = name
-        self._probe = probe
-        self._probe_interval = probe_interval
-        self._opens = opens
-        self._timer: asyncio.TimerHandle | None = None
-        self._probing: asyncio.Task[None] | None = None
-        self._over = False
+    _name: str
+    _probe: Callable[[], Awaitable[bool]]
+    _probe_interval: float
+    _opens: Callable[[], None] = lambda: None
+    state: BreakerState = BreakerState.CLOSED
+    opened: int = 0  # how often it has opened
+    reason: str = ""  # the last failure; empty while closed
+    _probing: asyncio.Task[None] | None = None
+    _watching: asyncio.Task[None] | None = None
+    _over: bool = False
+
+    def watch(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
+        """Ask `interval` seconds after each answer until `close`, so that an outage is noticed even when no task runs.
+
+        ask: bounds its time, runs to its end even if it is cancelled, and calls `failed` before it raises StorageError.
+        """
+        self._watching = asyncio.get_running_loop().create_task(self._watch(ask, interval))
 
     def check(self) -> None:
         """Raise StorageUnavailable unless closed."""
@@ -76,36 +77,42 @@ class CircuitBreaker:
             self.state = BreakerState.OPEN
             self.opened += 1
             log.warning("storage does not answer: failing fast until it does", backend=self._name, reason=reason)
-            self._probe_later()
+            self._probing = asyncio.get_running_loop().create_task(self._probe_until_answered())
             self._opens()
 
     async def close(self) -> None:
         """Stop probing, and wait until a running probe has ended. For shutdown. Idempotent."""
         self._over = True
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._probing is not None:
+            if self.state is BreakerState.OPEN:
+                self._probing.cancel()
             await asyncio.wait([self._probing])
 
-    def _probe_later(self) -> None:
-        if not self._over:
-            self._timer = asyncio.get_running_loop().call_later(self._probe_interval, self._start_probe)
+    async def _watch(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
+        while True:
+            await asyncio.sleep(interval)
+            try:
+                await ask()
+            except StorageError:
+                pass
+            except Exception:
+                log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
 
-    def _start_probe(self) -> None:
-        self.state = BreakerState.HALF_OPEN
-        self._probing = asyncio.get_running_loop().create_task(self._run_probe())
-
-    async def _run_probe(self) -> None:
-        try:
-            answered = await self._probe()
-        except StorageError as error:
-            answered, self.reason = False, str(error)
-        except Exception as error:  # a bug; the probes go on, or calls would fail until the daemon's end
-            log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
-            answered, self.reason = False, f"{type(error).__name__}: {error}"
-        if answered:
-            self.state, self.reason = BreakerState.CLOSED, ""
-            log.info("storage answers again", backend=self._name)
-        else:
+    async def _probe_until_answered(self) -> None:
+        while not self._over:
+            await asyncio.sleep(self._probe_interval)
+            self.state = BreakerState.HALF_OPEN
+            try:
+                answered = await self._probe()
+            except StorageError as error:
+                answered, self.reason = False, str(error)
+            except Exception as error:  # a bug; the probes go on, or calls would fail until the daemon's end
+                log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
+                answered, self.reason = False, f"{type(error).__name__}: {error}"
+            if answered:
+                self.state, self.reason = BreakerState.CLOSED, ""
+                log.info("storage answers again", backend=self._name)
+                return
             self.state = BreakerState.OPEN
-            self._probe_later()

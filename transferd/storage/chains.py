@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from transferd.storage.queues import RESTORED, Entry, Queue, Use, UseGroup
@@ -24,6 +25,7 @@ from transferd.storage.queues import RESTORED, Entry, Queue, Use, UseGroup
 MOST_LAST = 4096  # tasks whose last block is remembered
 
 
+@dataclass(eq=False)
 class Chains:
     """See the module. Used on one event loop.
 
@@ -37,23 +39,20 @@ class Chains:
     place: see LruIndex. None for a level above others: these have what it has no room for.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], float],
-        used_by: Callable[[str], Use | None],
-        move: Callable[[Entry, Use, int], None],
-    ) -> None:
-        self.of: dict[Use, list[UseGroup]] = {}
-        self.latest = RESTORED
-        self.together: Sequence[Chains] = [self]
-        self.renumbered: Callable[[int, int], None] = lambda _old, _new: None
-        self.place: int | None = 0
-        self._last: OrderedDict[str, Use] = OrderedDict()  # by the last block that a use names
-        self._now = now
-        self._used_by = used_by
-        self._move = move
-        self._numbers: dict[Use, int] = {}  # of uses that are writing and have no group yet
-        self._successors: WeakKeyDictionary[Use, Use] = WeakKeyDictionary()
+    _now: Callable[[], float]
+    _used_by: Callable[[str], Use | None]
+    _move: Callable[[Entry, Use, int], None]
+    of: dict[Use, list[UseGroup]] = field(default_factory=dict)
+    latest: int = RESTORED
+    together: Sequence[Chains] = ()
+    renumbered: Callable[[int, int], None] = lambda _old, _new: None
+    place: int | None = 0
+    _last: OrderedDict[str, Use] = field(default_factory=OrderedDict)  # by the last block that a use names
+    _numbers: dict[Use, int] = field(default_factory=dict)  # of uses that are writing and have no group yet
+    _successors: WeakKeyDictionary[Use, Use] = field(default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.together = [self]
 
     @property
     def waiting(self) -> list[int]:

@@ -26,15 +26,14 @@ file_io.py writes and reads the bytes of a file.
 from __future__ import annotations
 
 import contextlib
-import enum
 import errno
 import functools
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
@@ -42,22 +41,23 @@ from transferd.runtime.clock import Clock
 from transferd.storage import file_io
 from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
 from transferd.storage.batch import Damaged
-from transferd.storage.examine import READ_FLAGS, Examination
+from transferd.storage.examine import Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, put_file
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
 from transferd.storage.lent import lent_by
+from transferd.storage.opening import READ_FLAGS, opened
 from transferd.storage.paths import (
     is_directory_of_ours,
     is_temporary,
-    name_of,
     names_in,
     path_of,
     temporary_of,
 )
 from transferd.storage.pruning import Pruning
 from transferd.storage.quarantine import Quarantine
+from transferd.storage.queues import DAMAGED, GONE
 from transferd.storage.room import DiskState, disk_of
 from transferd.storage.spares import Spares
 
@@ -82,21 +82,6 @@ _CODES: dict[int, tuple[str, Refusal]] = {
     errno.EPERM: ("storage_denied", "denied"),
     errno.EIO: ("storage_io", "passing"),
 }
-
-
-class StoredFile(NamedTuple):
-    """An object as a walk finds it."""
-
-    name: str
-    nbytes: int
-
-
-class FileState(enum.Enum):
-    """What lies at an object's path."""
-
-    THERE = "a file of its length"
-    GONE = "nothing"
-    DAMAGED = "something else"
 
 
 class ObjectDirectory:
@@ -155,33 +140,26 @@ class ObjectDirectory:
 
     def _probe(self) -> None:
         """Check that files can be created among the objects, and find out what the file system supports."""
-        path = f"{self._objects}probe@0~0"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self.home.opened()
-            fd = os.open(path, flags, FILE_MODE)
-            try:
+            with self._trial(os.O_WRONLY) as fd:
                 self.unit = allocated_at_once(fd)
-            finally:
-                os.close(fd)
-            try:
-                self._probe_io(path, flags)
-            finally:
-                os.unlink(path)
+            with self._trial(os.O_WRONLY | self._io.flags) as fd:
+                self._io.probe(fd)
         except OSError as error:
+            if self._io.flags and error.errno == errno.EINVAL:
+                raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(self._root), True) from error
             raise self.unusable(error) from error
 
-    def _probe_io(self, path: str, flags: int) -> None:
-        try:
-            fd = os.open(path, flags | self._io.flags)
+    @contextlib.contextmanager
+    def _trial(self, flags: int) -> Iterator[int]:
+        """An open file among the objects, which is removed afterwards. Raises OSError."""
+        path = f"{self._objects}probe@0~0"
+        with opened(path, flags | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, FILE_MODE) as fd:
             try:
-                self._io.probe(fd)
+                yield fd
             finally:
-                os.close(fd)
-        except OSError as error:
-            if not self._io.flags or error.errno != errno.EINVAL:
-                raise
-            raise ConfigError("storage.file.direct_io", NO_DIRECT_IO.format(self._root), True) from error
+                os.unlink(path)
 
     def unusable(self, error: OSError | ValueError) -> ConfigError:
         """Our error for a directory that cannot be opened."""
@@ -196,41 +174,54 @@ class ObjectDirectory:
         What refuses below the root of the objects is left alone, and noted in `refused`.
         """
         found = FoundObjects()
+
+        def refused(error: OSError) -> None:
+            if error.filename == self._objects:
+                raise self.unusable(error) from error
+            found.refused.append(f"{error.strerror} ({error.filename})")
+
         self._spares.begin()
-        try:
-            with os.scandir(self._objects) as entries:
-                self._scan("", entries, found)
-        except OSError as error:
-            raise self.unusable(error) from error
+        for name, status in self.objects(refused, tidy=True):
+            found.add(name, status.st_size, status.st_mtime_ns)
         return found
 
-    def objects(self, refused: Callable[[OSError], object], below: str = "") -> Iterator[StoredFile]:
-        """Every object, in the directory's own order. May miss objects that are added or removed meanwhile.
+    def objects(
+        self, refused: Callable[[OSError], object], *, tidy: bool = False
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """The name and status of every object, in no order. May miss objects that are added or removed meanwhile.
 
-        Changes nothing. refused: called with the error of each directory or file that cannot be looked at.
+        refused: called with the error of each directory or file that cannot be looked at.
+        tidy: remove dead writers' temporary files and, at the end, empty directories.
         """
-        try:
-            entries = os.scandir(self._objects + below)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            refused(error)
-            return
-        with entries:
+        waiting, seen = [""], list[str]()
+        while waiting:
+            seen.append(below := waiting.pop())
+            try:
+                with os.scandir(self._objects + below) as listed:
+                    entries = list(listed)
+            except OSError as error:
+                if tidy or not isinstance(error, FileNotFoundError):
+                    refused(error)
+                continue
+            name_in = names_in(below)
             for entry in entries:
-                path = below + entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    if is_directory_of_ours(entry.name):
-                        yield from self.objects(refused, f"{path}/")
-                elif entry.is_file(follow_symlinks=False) and (name := name_of(path)) is not None:
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
+                try:
+                    if entry.is_dir(follow_symlinks=False):
+                        if is_directory_of_ours(entry.name):
+                            waiting.append(f"{below}{entry.name}/")
+                    elif not entry.is_file(follow_symlinks=False):
                         continue
-                    except OSError as error:
-                        refused(error)
-                    else:
-                        yield StoredFile(name, status.st_size)
+                    elif (name := name_in(entry.name)) is not None:
+                        yield name, entry.stat(follow_symlinks=False)
+                    elif tidy and is_temporary(below + entry.name):
+                        os.unlink(entry.path)
+                except FileNotFoundError:
+                    continue
+                except OSError as error:
+                    refused(error)
+        for below in reversed(seen[1:] if tidy else ()):
+            with contextlib.suppress(OSError):  # not empty, nearly always
+                os.rmdir(self._objects + below)
 
     def path(self, name: str) -> str:
         """The path at which the object of this name is, or would be."""
@@ -250,48 +241,19 @@ class ObjectDirectory:
         """An Examination of the object of this name, not yet begun."""
         return Examination(name, self.path(name), keep_out=bool(self._io.flags))
 
-    def _scan(self, below: str, entries: Iterable[os.DirEntry[str]], found: FoundObjects) -> None:
-        name_in = names_in(below)
-        for entry in entries:
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    if is_directory_of_ours(entry.name):
-                        with os.scandir(entry.path) as inner:
-                            self._scan(f"{below}{entry.name}/", inner, found)
-                        with contextlib.suppress(OSError):  # not empty, nearly always
-                            os.rmdir(entry.path)
-                elif not entry.is_file(follow_symlinks=False):
-                    continue
-                elif (name := name_in(entry.name)) is not None:
-                    status = entry.stat(follow_symlinks=False)
-                    found.add(name, status.st_size, status.st_mtime_ns)
-                elif is_temporary(below + entry.name):
-                    os.unlink(entry.path)
-            except OSError as error:
-                found.refused.append(f"{error.strerror} ({entry.path})")
-
-    def check_there(self) -> None:
-        """Raise StorageError if the directory at the root's path is not the one that was opened: its disk is gone."""
-        if problem := self.home.lost():
-            what = f"the directory {self._root} that was opened is gone ({problem}): mount it again"
-            raise StorageError(what, code="storage_gone", refusal="silent")
-
     def try_out(self) -> None:
         """Write, read and remove a file, all the way to the medium. Raises StorageError."""
-        self.check_there()
-        path = f"{self._objects}probe@0~0"
+        if problem := self.home.lost():  # its disk is gone
+            what = f"the directory {self._root} that was opened is gone ({problem}): mount it again"
+            raise StorageError(what, code="storage_gone", refusal="silent")
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
-            try:
+            with self._trial(os.O_RDWR) as fd:
                 os.pwrite(fd, bytes(4096), 0)
                 os.fsync(fd)
                 os.pread(fd, 4096, 0)
-            finally:
-                os.close(fd)
-                os.unlink(path)
         except OSError as error:
             if error.errno not in FULL:  # a full disk works
-                raise self._translated("try", error, 0, path) from error
+                raise self._translated("try", error, 0, self._objects) from error
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -316,8 +278,7 @@ class ObjectDirectory:
         # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
         modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE
         done = _files.store(orders, lent and lent.blocks, fill, near, flags, *modes, allocates, self._fsync)
-        for (path, *_), (_, _, displaced, _) in zip(orders[:done], items, strict=False):
-            self._pruning.arrived(path)
+        for _, _, displaced, _ in items[:done]:
             if displaced is not None:
                 self._pruning.left(self.path(displaced))
         self._spares.give_back(temporary for *_, temporary, spare in orders[done:] if spare == temporary)
@@ -348,7 +309,6 @@ class ObjectDirectory:
                 if not (self._spares.remove() + self._pruning.finish() if full else self._cleared(path, error)):
                     raise
                 self._place(path, data)
-            self._pruning.arrived(path)
             if self._fsync:
                 sync_directory(os.path.dirname(path))
         except OSError as error:
@@ -419,7 +379,7 @@ class ObjectDirectory:
         answers, error = _files.load(orders, blocks, drain, busy, READ_FLAGS | self._io.flags, wanted)
         if error:
             path, data = orders[len(answers)][:2]
-            answers.append(self._unreadable(OSError(*_described(error)), data.nbytes, path))
+            answers.append(self._unreadable(OSError(error, os.strerror(error)), data.nbytes, path))
         return answers
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
@@ -438,14 +398,11 @@ class ObjectDirectory:
     def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
         """The result of `work` on the open file; False if there is no file."""
         try:
-            fd = os.open(path, READ_FLAGS | flags)
-            try:
+            with opened(path, READ_FLAGS | flags) as fd:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
                     raise Damaged
                 return work(fd)
-            finally:
-                os.close(fd)
         except (FileNotFoundError, NotADirectoryError):
             self._check_ours()  # an object of a disk that is not mounted is not lost
             return False
@@ -457,17 +414,16 @@ class ObjectDirectory:
         translated = self._translated("read", error, nbytes, path)
         return Damaged(translated) if error.errno in NEVER_READABLE else translated
 
-    def holds(self, name: str, nbytes: int) -> FileState:
-        """Whether the object's file is there, in its length. Raises StorageError if that cannot be found out."""
+    def missing(self, name: str, nbytes: int) -> str:
+        """Why the object's file is not there in its length, GONE or DAMAGED; "" if it is. Raises StorageError."""
         try:
             status = os.stat(self._objects + path_of(name), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             self._check_ours()
-            return FileState.GONE
+            return GONE
         except OSError as error:
             raise self._translated("find", error, nbytes, self.path(name)) from error
-        whole = stat.S_ISREG(status.st_mode) and status.st_size == nbytes
-        return FileState.THERE if whole else FileState.DAMAGED
+        return "" if stat.S_ISREG(status.st_mode) and status.st_size == nbytes else DAMAGED
 
     def remove(self, name: str, *, keep: bool = False) -> None:
         """Remove the object, if there is one. keep: its file may become a spare. Raises StorageError."""
@@ -500,7 +456,8 @@ class ObjectDirectory:
         return kept
 
     def empty_quarantine(self, until: float) -> None:
-        """Remove what was set aside up to this Unix time. Raises StorageError."""
+        """Remove what was set aside up to this Unix time, and empty directories. Raises StorageError."""
+        self._pruning.finish()
         try:
             self._quarantine.empty(until)
         except OSError as error:
@@ -527,11 +484,6 @@ def allocated_at_once(fd: int) -> int:
     with contextlib.suppress(OSError):  # a full disk, or a file system that cannot
         os.posix_fallocate(fd, 0, 1)
     return max(block, os.fstat(fd).st_blocks * 512, 1)
-
-
-def _described(code: int) -> tuple[int, str]:
-    """The arguments of an OSError."""
-    return code, os.strerror(code)
 
 
 def _make_directory(path: str) -> None:

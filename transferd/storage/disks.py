@@ -30,7 +30,7 @@ from transferd.runtime.aio import every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction
-from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Noted, Outcome, Storage, added, as_chain
+from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage, added, as_chain
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
@@ -38,7 +38,8 @@ from transferd.storage.keeping import Keeper
 from transferd.storage.lent import chosen, chosen_drain, chosen_fill
 from transferd.storage.lru import Use
 from transferd.storage.orders import OrderBook, families
-from transferd.storage.queues import UNSAVED
+from transferd.storage.queues import STORED, UNSAVED, Noted
+from transferd.storage.running import Running
 from transferd.wire.answers import StoreDirectory
 
 log = structlog.get_logger(__name__)
@@ -126,10 +127,11 @@ class Disks(Storage, Index):
         self._keeper = FilesKeeper(disks, self._book)
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
+        self._stores = Running()  # one that fails on a disk goes on on another, so a purge of each disk waits for all
         chains = [disk.chains for disk in disks]
         for disk in disks:
             disk.share(self._book, self._keeper)
-            disk.chains.together = chains
+            disk.chains.together, disk.stores = chains, self._stores
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -208,20 +210,16 @@ class Disks(Storage, Index):
         return [call for disk in self._all for call in disk.abandon()]
 
     @property
-    def index(self) -> Index:
-        return self
-
-    @property
     def keeper(self) -> Keeper:
         return self._keeper
 
-    def tell_departures(self, left: Callable[[str], None]) -> bool:
-        def gone(name: str) -> None:
-            if not any(disk.has(name) for disk in self._live):
-                left(name)
+    def observe(self, noted: Noted) -> bool:
+        def of_all(name: str, what: str, whose: Hashable) -> None:
+            if what == STORED or not any(disk.has(name) for disk in self._live):
+                noted(name, what, whose)
 
         for disk in self._all:
-            disk.tell_departures(gone)
+            disk.observe(of_all)
         return True
 
     # --- the contract -------------------------------------------------------------------------------
@@ -270,14 +268,6 @@ class Disks(Storage, Index):
         for disk in self._all:
             disk.be_level(number, holds=holds)
 
-    def tell_losses(self, lost: Callable[[str], None]) -> None:
-        for disk in self._all:
-            disk.tell_losses(lost)
-
-    def trace(self, noted: Callable[[str], Noted], place: str) -> None:
-        for disk in self._all:
-            disk.trace(noted, place)
-
     def touch(self, items: Sequence[Item]) -> None:
         for disk in self._live:
             disk.touch(items)
@@ -308,7 +298,7 @@ class Disks(Storage, Index):
             return disk.store(chosen(chain, which), chosen_fill(fill, which), own)
 
         chain = as_chain(items)
-        with self._keeper.storing([item.name for item in items]):
+        with self._stores.of([item.name for item in items]):
             outcomes = await uncancelled(self._spread(chain, call, slots, shared=fill is not None))
         gone = Outcome(Found.FAILED, StorageUnavailable(f"{self.unusable()}: see the log, and repair them"))
         return [outcomes.get(i, gone) for i in range(len(items))]
@@ -359,16 +349,14 @@ class Disks(Storage, Index):
                 works = [_answered(one, len(places[disk])) for one, disk in zip(calls, some, strict=True)]
                 for disk, answers in zip(some, await every(works), strict=True):
                     outcomes.update(zip(places[disk], answers, strict=True))
-                    bad = [i for i, answer in zip(places[disk], answers, strict=True) if _is_suspect(answer)]
+                    errors = [(i, answer.error) for i, answer in zip(places[disk], answers, strict=True)]
+                    bad = [i for i, error in errors if error is not None and error.reason in SUSPECT]
                     if bad and not await self._still_works(disk):
                         todo += bad
         return outcomes
 
-    def quarantine(self, name: str) -> Awaitable[None]:
-        return self._quarantined([disk.quarantine(name) for disk in self._live if disk.has(name)])
-
-    async def _quarantined(self, works: Sequence[Awaitable[None]]) -> None:
-        await every(works)
+    def quarantine(self, name: str) -> Awaitable[object]:
+        return every([disk.quarantine(name) for disk in self._live if disk.has(name)])
 
     # --- disks that fail ----------------------------------------------------------------------------
 
@@ -395,7 +383,3 @@ async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]
         return await call
     except StorageUnavailable as error:
         return [Outcome(Found.FAILED, error)] * count
-
-
-def _is_suspect(outcome: Outcome) -> bool:
-    return outcome.error is not None and outcome.error.reason in SUSPECT

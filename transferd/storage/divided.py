@@ -106,8 +106,8 @@ class DividedLevels(Levels):
     def slots_for(self, names: Sequence[str]) -> int:
         return self._behind.slots_for(self._blocks.objects(names))
 
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
-        return _all([self._behind.quarantine_at(one, level) for one in self._blocks.objects([name])])
+    def quarantine_at(self, name: str, level: int) -> Awaitable[object]:
+        return every([self._behind.quarantine_at(one, level) for one in self._blocks.objects([name])])
 
     @property
     def prefetcher(self) -> Prefetcher:
@@ -118,10 +118,6 @@ class DividedLevels(Levels):
 
     async def flush(self, within_s: float) -> None:
         await self._behind.flush(within_s)
-
-
-async def _all(works: Sequence[Awaitable[None]]) -> None:
-    await every(works)
 
 
 class DividedStorage(FrontStorage, Index):
@@ -178,8 +174,8 @@ class DividedStorage(FrontStorage, Index):
     async def load(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         return self._joined(await self._behind.load(self._items(items), None, self._cut(slots)))
 
-    def quarantine(self, name: str) -> Awaitable[None]:
-        return _all([self._behind.quarantine(one) for one in self._blocks.objects([name])])
+    def quarantine(self, name: str) -> Awaitable[object]:
+        return every([self._behind.quarantine(one) for one in self._blocks.objects([name])])
 
     def _items(self, items: Sequence[Item]) -> list[Item]:
         each = len(self._blocks.parts)

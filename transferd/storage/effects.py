@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.batch import Read, Write, bare
+from transferd.storage.running import Running
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Effects:
         self._threads = threads
         self._shares = shares
         self._quick = quick
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
 
     def occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
         """Mark an effect on these names as running until `done`."""
@@ -74,13 +74,13 @@ class Effects:
         self,
         names: Sequence[str],
         effect: Callable[[str], None],
-        ended: Callable[[dict[int, StorageError]], None],
+        ended: Callable[[dict[str, StorageError]], T],
         *,
         after: Awaitable[None] | None = None,
-    ) -> asyncio.Task[None]:
+    ) -> asyncio.Task[T]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
-        ended: called on the loop with the StorageErrors that the effect raised, by the positions of the names.
+        ended: called on the loop with the StorageErrors that the effect raised, by name. What it returns is the result.
         after: awaited before the effect.
         """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -93,7 +93,7 @@ class Effects:
                 return bare(error)
             return None
 
-        async def leave() -> None:
+        async def leave() -> T:
             try:
                 if after is not None:
                     await after
@@ -101,7 +101,7 @@ class Effects:
                     errors = [attempt(name) for name in names]
                 else:
                     errors = await self.run(Direction.OUT, names, attempt)
-                ended({position: error for position, error in enumerate(errors) if error is not None})
+                return ended({name: error for name, error in zip(names, errors, strict=True) if error is not None})
             finally:
                 self.vacate(names, done)
 
@@ -127,64 +127,25 @@ def _name_of(item: object) -> str:
 
 
 class Traffic:
-    """Counts running calls: wrap each in `with traffic:`. Used on one event loop."""
+    """Counts running calls: wrap each in `with traffic:`. Used on one event loop. reads: those that read objects."""
 
     def __init__(self) -> None:
+        self.reads = Running()
         self._under_way = 0
-        self._read: list[frozenset[str]] = []  # the names of objects that running calls read
-        self._read_ended: list[asyncio.Future[None]] = []  # wait for one of these calls to end
-        self._waiting: list[asyncio.Future[None]] = []
+        self._quiet = asyncio.Event()
+        self._quiet.set()
 
     def __enter__(self) -> None:
         self._under_way += 1
+        self._quiet.clear()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._under_way -= 1
         if not self._under_way:
-            for future in self._waiting:
-                if not future.done():
-                    future.set_result(None)
-
-    @contextlib.contextmanager
-    def reading(self, names: Sequence[str]) -> Iterator[None]:
-        """Mark these objects as being read, within the `with` block."""
-        group = frozenset(names)
-        self._read.append(group)
-        try:
-            yield
-        finally:
-            self._read.remove(group)
-            for future in self._read_ended:
-                if not future.done():
-                    future.set_result(None)
-
-    async def unread(self, names: Sequence[str]) -> None:
-        """Wait until none of the calls that run now reads one of these objects."""
-        wanted = set(names)
-        while any(not wanted.isdisjoint(group) for group in self._read):
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._read_ended.append(future)
-            try:
-                await future
-            finally:
-                self._read_ended.remove(future)
-
-    def reads(self, name: str) -> bool:
-        """Whether this object is being read. Any thread may call this, once no new read of it can begin."""
-        return any(name in group for group in tuple(self._read))
+            self._quiet.set()
 
     async def quiet(self, patience: float) -> bool:
         """Wait for a moment without traffic, at most `patience` seconds. Returns whether it came."""
-        if not self._under_way:
-            return True
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
-        try:
-            await wait_for(future, patience)
-        except TimeoutError:
-            return False
-        finally:
-            self._waiting.remove(future)
-        return True
+        with contextlib.suppress(TimeoutError):
+            return self._quiet.is_set() or await wait_for(self._quiet.wait(), patience)
+        return False

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from transferd.blocks.formats import FOOTER_BYTES, Damage, Inspection, NotSealed, stamp_of_name
+from transferd.storage.opening import READ_FLAGS
 
-# There may be something other than a file at an object's path. A FIFO or device must not hang `open`, and is not read.
-READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 PIECE_BYTES = 1024**2  # large enough for a disk, small enough that a stop can wait for it
 
 

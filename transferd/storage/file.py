@@ -29,7 +29,7 @@ import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.runtime.aio import Paced
+from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import Direction, ThreadPools, Threads
@@ -41,7 +41,7 @@ from transferd.storage.file_runs import FileRuns
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder, trim_heap
 from transferd.storage.journal import UseJournal
-from transferd.storage.keeping import AT_ONCE, IndexKeeper
+from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
 from transferd.storage.orders import OrderBook, Overdue, PurgeRecord
@@ -101,15 +101,15 @@ class FileStorage(FileRuns):
         self._unit = unit
         self.ranges = NATIVE and not section.direct_io
         self._near = not section.direct_io  # whether the CPU reads the bytes of a write; else a device does
-        self._path = section.paths[0]
+        self.path = section.paths[0]
         self._clock = clock
         self.section = section
         self._directory = ObjectDirectory(
-            Path(self._path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
+            Path(self.path), fsync=section.fsync, direct_io=section.direct_io, clock=clock
         )
         lost = self._directory.home.lost
-        self._journal = UseJournal(os.path.join(self._path, "order"), syncs=section.fsync, lost=lost)
-        self.ledger = Ledger(os.path.join(self._path, "orders"), lost)
+        self._journal = UseJournal(os.path.join(self.path, "order"), syncs=section.fsync, lost=lost)
+        self.ledger = Ledger(os.path.join(self.path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
         self.share(OrderBook(clock.wall))
         self._index.noted = self._note
@@ -129,7 +129,9 @@ class FileStorage(FileRuns):
             self._directory, self._index, self._threads, self._traffic, self._effects.busy, self._dropped
         )
         self._scrub_rate = scrub_rate
-        self._scrub = Scrub(self._directory, self._threads, clock, self._traffic, self.quarantine, self._walked)
+        self._scrub = Scrub(
+            self._directory, self._threads, clock.monotonic, self._traffic, self.quarantine, self._walked
+        )
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -143,10 +145,6 @@ class FileStorage(FileRuns):
         """Set the test for plausible objects. `open` sets other files aside."""
         self._possible = possible
 
-    @property
-    def path(self) -> str:
-        return self._path
-
     def wall(self) -> float:
         return self._clock.wall()
 
@@ -154,15 +152,11 @@ class FileStorage(FileRuns):
     def keeper(self) -> FilesKeeper:
         return self._files_keeper
 
-    @property
-    def index_keeper(self) -> IndexKeeper:
-        return self._keeper
-
     def share(self, book: OrderBook, keeper: FilesKeeper | None = None) -> None:
         """Take orders from this book. Call it before `open`. keeper: of all disks with this book."""
         self._book, self._alone = book, keeper is None
         self._files_keeper = keeper or FilesKeeper([self], book)
-        self._keeper.pinned_by = book.pinned
+        self.index_keeper.pinned_by = book.pinned
 
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
@@ -188,7 +182,7 @@ class FileStorage(FileRuns):
             raise
         await self._in_thread(trim_heap, "memory of the scan")
         if problem := misfit(self._capacity, self.section.reserve, self._disk, self._index.bytes):
-            log.warning("storage.file.capacity does not fit", path=self._path, problem=problem)
+            log.warning("storage.file.capacity does not fit", path=self.path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)
 
     async def has_objects(self) -> bool:
@@ -200,9 +194,9 @@ class FileStorage(FileRuns):
         """Apply the orders and fill the index. returns: the daemon runs, and may have given orders since."""
         self._index.unit = self._unit or self._directory.unit
         if point := self._directory.home.mount_point:
-            self._book.mounts[self._path] = point
+            self._book.mounts[self.path] = point
         else:  # it was moved to the file system that was beneath
-            self._book.mounts.pop(self._path, None)
+            self._book.mounts.pop(self.path, None)
         while True:
             orders = await self._take_up(returns=returns)
             if all(order in orders for order in self._book.left_for(self.ledger.listed)):
@@ -218,11 +212,11 @@ class FileStorage(FileRuns):
         found, pins, stuck = await self._in_thread(lambda: self._find(overdue), "scan of the store")
         await self._adopt(found)
         if strange and overdue.removed:
-            log.warning("a store was emptied", path=self._path, objects=overdue.removed, why=strange)
+            log.warning("a store was emptied", path=self.path, objects=overdue.removed, why=strange)
         elif overdue.removed:
-            log.info("purged objects were removed", path=self._path, objects=overdue.removed, left=stuck)
+            log.info("purged objects were removed", path=self.path, objects=overdue.removed, left=stuck)
         for start in range(0, len(pins), SLICE):
-            self._keeper.pins.restore(pins[start : start + SLICE])
+            self.index_keeper.pins.restore(pins[start : start + SLICE])
             await asyncio.sleep(0)
         try:
             applied = [] if stuck else [order.id for order in orders]
@@ -233,7 +227,7 @@ class FileStorage(FileRuns):
         await self._look()
         log.info(
             "file storage is open",
-            path=self._path,
+            path=self.path,
             objects=len(self._index),
             bytes=self._index.bytes,
             seconds=round(self._clock.monotonic() - began, 3),
@@ -276,11 +270,11 @@ class FileStorage(FileRuns):
             await asyncio.sleep(0)
         self._index.begin_at(found.last_use)
         if impossible:  # for example after a power failure, which leaves files without their bytes
-            log.warning("objects of impossible length were set aside", path=self._path, objects=len(impossible))
+            log.warning("objects of impossible length were set aside", path=self.path, objects=len(impossible))
             self._put_aside(impossible)
-        for account in self._index.accounts():
-            if account.present:  # not at the first start
-                self._index.claim(account.owner, account.space, account.share)
+        for queue in self._index.queues():
+            if queue.present:  # not at the first start
+                self._index.claim(queue.owner, queue.space, queue.share)
 
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
@@ -323,7 +317,7 @@ class FileStorage(FileRuns):
         return super().abandon()
 
     def unusable(self) -> str:
-        return LOST.format(path=self._path, problem=self.lost) if self.lost else ""
+        return LOST.format(path=self.path, problem=self.lost) if self.lost else ""
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         self._check_open()
@@ -338,7 +332,7 @@ class FileStorage(FileRuns):
             self._looking.soon()
         disk, section, found = self._disk, self.section, super().statistics()
         row = {key: found[key] for key in ("objects", "bytes", "capacity", "errors")} | {
-            "path": self._path,
+            "path": self.path,
             "total": disk.total,
             "free": disk.free,
             "reserve": reserved(section.reserve, disk.total, section.capacity),
@@ -381,12 +375,6 @@ class FileStorage(FileRuns):
     def _write_orders(self, applied: Collection[str]) -> None:
         self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
 
-    async def look_at(self, names: Sequence[str]) -> list[bool]:
-        try:
-            return await self._presence.look(names)
-        except StorageError:
-            return [False] * len(names)
-
     async def empty_quarantine(self, selection: Selection) -> None:
         until = math.inf if selection.unused_s is None else self._clock.wall() - selection.unused_s
         await self._in_thread(lambda: self._directory.empty_quarantine(until), "purge of the quarantine")
@@ -418,7 +406,7 @@ class FileStorage(FileRuns):
                 self._stuck.try_again()
                 await self._presence.look(self._index.coldest(OLDEST))
         except StorageError as error:
-            log.warning("the disk cannot be looked at", path=self._path, problem=str(error))
+            log.warning("the disk cannot be looked at", path=self.path, problem=str(error))
 
     def _apply_bounds(self) -> None:
         room = bounds(self._capacity, self.section.reserve, self._disk, self._index.used, len(self._index))
@@ -460,10 +448,6 @@ class FileStorage(FileRuns):
         if isinstance(error, StorageUnavailable) or (error is not None and error.refusal == "full"):
             self._looking.soon(at_once=True)
 
-    def _check_usable(self) -> None:
-        if self.lost:
-            raise StorageUnavailable(self.unusable())
-
     # --- a store that is lost, and returns ----------------------------------------------------------
 
     def fail(self, problem: str, rest_s: float = 0.0) -> None:
@@ -488,19 +472,17 @@ class FileStorage(FileRuns):
             self.lost_objects += before
             self._say_lost(before)
         emptied.set_result(before)
-        await self._at_rest()
+        while not await self._traffic.quiet(LOOK_S):
+            pass
+        await self._effects.end()
         while self.lost and not self._closing:
-            await self._rest()
+            with contextlib.suppress(TimeoutError):  # a reload of the configuration ends the rest
+                await wait_for(self._try_now.wait(), self.rest_s)
+            self._try_now.clear()
             await self._forget_all()  # what was still being stored, or the last try has found
             if await self._returns():
                 self._returned(before)
             self.rest_s = self.rest_s or RETRY_S
-
-    async def _rest(self) -> None:
-        """Leave it alone for a while; a reload of the configuration ends that."""
-        with contextlib.suppress(TimeoutError):
-            await wait_for(self._try_now.wait(), self.rest_s)
-        self._try_now.clear()
 
     async def _returns(self) -> bool:
         """Try the store. If it is well, find its objects and return True."""
@@ -532,19 +514,11 @@ class FileStorage(FileRuns):
         self._counts["gone"] += max(0, before - len(self._index))
         self._looking.soon(at_once=True)
 
-    async def _at_rest(self) -> None:
-        """Wait until nothing touches the directory."""
-        while not await self._traffic.quiet(LOOK_S):
-            pass
-        await self._effects.end()
-
     async def _forget_all(self) -> int:
         """Forget all objects, in steps of the loop. Returns how many there were."""
         names = self._index.names()
-        for start in range(0, len(names), AT_ONCE):
-            for name in names[start : start + AT_ONCE]:
-                self._index.forget(name)
-            await asyncio.sleep(0)
+        async for name in in_turns(names, AT_ONCE):
+            self._index.forget(name)
         return len(names)
 
     def _recovered(self, done: asyncio.Task[None]) -> None:
@@ -567,7 +541,7 @@ class FileStorage(FileRuns):
         leave_files()
 
     def _remove(self, name: str) -> None:
-        self._directory.remove(name, keep=not self._traffic.reads(name))
+        self._directory.remove(name, keep=not self._traffic.reads.has(name))
 
     def _set_aside(self, name: str) -> None:
         self._directory.set_aside(name)

@@ -25,6 +25,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from transferd.storage.batch import Damaged
+from transferd.storage.opening import opened
 
 try:
     from transferd.storage import _files
@@ -136,11 +137,8 @@ def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> 
 def direct_io_problem(directory: str) -> str:
     """Why a file in that directory cannot be written past the page cache; "" if it can. Leaves no file behind."""
     try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
+        with opened(directory, os.O_TMPFILE | os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC) as fd:
             DirectIO().probe(fd)
-        finally:
-            os.close(fd)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -186,15 +184,12 @@ def put_file(
     allocates: allocate the file's blocks first.
     syncs: wait for the medium before the file gets its name.
     """
-    fd = os.open(temporary, flags | os.O_CREAT | os.O_EXCL, mode)
-    try:
+    with opened(temporary, flags | os.O_CREAT | os.O_EXCL, mode) as fd:
         if allocates and data.nbytes:
             os.posix_fallocate(fd, 0, data.nbytes)
         _fill(fd, data, direct, flags)
         if syncs:
             os.fsync(fd)
-    finally:
-        os.close(fd)
     os.rename(temporary, path)
 
 

@@ -35,7 +35,7 @@ class FileRuns(IndexedStorage):
                 done += 1
 
     def _is_usual(self, write: Write) -> bool:
-        return not write.victims or write.spare(self._traffic.reads) is not None
+        return not write.victims or write.spare(self._traffic.reads.has) is not None
 
     def _write_usual(self, batch: StoreBatch, writes: Sequence[Write]) -> int:
         slot = None if batch.fill is None else batch.slots.pop()

@@ -8,14 +8,13 @@ applied the order. A daemon that is killed in between, and a disk that was away,
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Hashable, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
-from transferd.storage.keeping import Dropped, IndexKeeper, ManyKeepers, PinState
+from transferd.storage.keeping import Dropped, IndexKeeper, Keeper, PinState
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.pins import AskedPins
@@ -30,27 +29,23 @@ class Place(Protocol):
     ledger: Ledger
     lost: str
 
-    @property
-    def path(self) -> str: ...
-    @property
-    def index_keeper(self) -> IndexKeeper: ...
+    path: str
+    index_keeper: IndexKeeper
+
     async def record(self, applied: Collection[str] = ()) -> bool:
         """Write its list. Returns whether it is there. If the medium fails, the place is lost.
 
         applied: the ids of purges that it has done now.
         """
-        ...
 
-    async def look_at(self, names: Sequence[str]) -> list[bool]:
-        """For each name, whether its object is in the index and on the medium."""
-        ...
+    def look(self, names: Sequence[str]) -> Awaitable[list[bool]]:
+        """For each name, whether its object is in the index and on the medium. Raises StorageError."""
 
     async def empty_quarantine(self, selection: Selection) -> None:
         """Remove what was set aside and may fit. Raises StorageError."""
-        ...
 
 
-class FilesKeeper(ManyKeepers):
+class FilesKeeper(Keeper):
     """See the module. All places are given the engines; only those that work do the rest. Used on one loop."""
 
     outlives = True
@@ -59,7 +54,6 @@ class FilesKeeper(ManyKeepers):
         self._places = places
         self._all = [place.index_keeper for place in places]
         self._book = book
-        self._storing: dict[asyncio.Future[None], Sequence[str]] = {}  # stores that may go to one place after another
 
     @property
     def _live(self) -> list[Place]:
@@ -69,17 +63,6 @@ class FilesKeeper(ManyKeepers):
     def _keepers(self) -> list[IndexKeeper]:
         return [place.index_keeper for place in self._live]
 
-    @contextlib.contextmanager
-    def storing(self, names: Sequence[str]) -> Iterator[None]:
-        """Mark these as being stored, in whichever place, within the `with` block."""
-        ended = asyncio.get_running_loop().create_future()
-        self._storing[ended] = names
-        try:
-            yield
-        finally:
-            del self._storing[ended]
-            ended.set_result(None)
-
     # --- purges -------------------------------------------------------------------------------------
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
@@ -87,29 +70,18 @@ class FilesKeeper(ManyKeepers):
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
         order = self._book.purge(selection, by, self.space_of(selection.owner))
-        live, storing = self._live, self._storing.copy()
+        live = self._live
         dropped = await every([place.index_keeper.drop(selection) for place in live])
-        storing |= self._storing
         self._book.unpin(name for one in dropped for name in one.pinned)
         kept_by = await self._record()
         removed = await every([self._removed(place, one) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
-        if storing and selection.unused_s is None:  # else what they store is new
-            total += await self._purge_coming(selection, storing)
         gone = [place for place, total in zip(live, removed, strict=True) if total is not None]
         await every([place.record([order.id]) for place in gone if order.id not in place.ledger.listed.applied])
         reached = [place for place in self._live if order.id in place.ledger.listed.applied]
         await self._tidy()
         not_reached = [place.path for place in self._places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
-
-    async def _purge_coming(self, selection: Selection, storing: dict[asyncio.Future[None], Sequence[str]]) -> Purged:
-        """Wait for stores that began before: one that fails in a place goes on in another, which was purged before."""
-        await asyncio.wait(storing)
-        coming = frozenset(name for names in storing.values() for name in names if selection.fits(name))
-        again = Selection(coming, selection.owner)
-        purged = await every([self._removed(place, await place.index_keeper.drop(again)) for place in self._live])
-        return sum((one for one in purged if one is not None), Purged())
 
     async def _removed(self, place: Place, dropped: Dropped) -> Purged | None:
         """What has gone; None if the place failed meanwhile: it does the rest when it returns."""
@@ -167,7 +139,8 @@ class FilesKeeper(ManyKeepers):
         for place in self._live:
             if not place.ledger.behind:  # else its list lacks the pins
                 its = [name for name in names if name in place.index_keeper]
-                found.update(name for name, there in zip(its, await place.look_at(its), strict=True) if there)
+                with contextlib.suppress(StorageError):
+                    found.update(name for name, there in zip(its, await place.look(its), strict=True) if there)
         return [name in found for name in names]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from transferd.storage.lock import StoreLock
+from transferd.storage.opening import opened
 from transferd.wire.answers import StoreDirectory
 
 DIRECTORY_MODE = 0o700  # clients may be in the daemon's group (for its socket), and must not reach stored objects
@@ -104,11 +105,8 @@ class Home:
     def _nearest(self) -> Iterator[tuple[Path, int]]:
         """The root, or the nearest directory above it that is there, and its open file. Raises OSError."""
         base = next((path for path in (self.root, *self.root.parents) if path.exists()), Path("/"))
-        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
             yield base, fd
-        finally:
-            os.close(fd)
 
     def _device_of(self, fd: int) -> int:
         return os.fstat(fd).st_dev

@@ -67,16 +67,17 @@ from transferd.storage.batch import (
     summary_of,
 )
 from transferd.storage.effects import Effects, Traffic
-from transferd.storage.keeping import IndexKeeper, Keeper, Purging
+from transferd.storage.keeping import IndexKeeper, Keeper
 from transferd.storage.lru import Entry, LruIndex, NoRoom, Use, Victim
 from transferd.storage.queues import DAMAGED, GONE, PURGED
+from transferd.storage.running import Running
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage, Purging):
+class IndexedStorage(LevelOrder, Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.
@@ -95,7 +96,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self._now = now
         self._index = LruIndex(capacity, now=now)
         self.chains = self._index.chains
-        self._keeper = IndexKeeper(self._index, self)
+        self.index_keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
         self._bounds: tuple[float, float, str] = (capacity, math.inf, "shrink")  # bytes, objects, why they came down
         self._shrinking: asyncio.Task[None] | None = None
@@ -107,7 +108,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
-        self._storing: dict[StoreBatch, asyncio.Future[None]] = {}  # running stores, and their ends
+        self.stores = Running()
         self._closed = False
         self._near = True  # whether the thread that writes an object reads the slot for it
 
@@ -194,12 +195,8 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         return asyncio.shield(self._put_aside([name])) if self._index.forget(name, why=DAMAGED) else answered(None)
 
     @property
-    def index(self) -> LevelOrder:
-        return self
-
-    @property
     def keeper(self) -> Keeper:
-        return self._keeper
+        return self.index_keeper
 
     def set_capacity(self, nbytes: int) -> None:
         """Change the capacity now; excess objects are evicted in the background. Call on the event loop."""
@@ -213,13 +210,13 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if step is not None and self._shrinking is None:
             self._shrinking = asyncio.ensure_future(self._shrink_on(step))
 
-    def _shrink(self) -> asyncio.Task[None] | None:
+    def _shrink(self) -> asyncio.Task[int] | None:
         nbytes, objects, why = self._bounds
         leaving = self._index.set_bounds(int(nbytes), objects, at_most=SHRINK_STEP)
         self._counts[f"evicted_{why}"] += len(leaving)
         return self._evict_in_background(leaving)
 
-    async def _shrink_on(self, step: asyncio.Task[None] | None) -> None:
+    async def _shrink_on(self, step: asyncio.Task[int] | None) -> None:
         """Take one step after another until the bounds are reached, or no object can be removed."""
         try:
             while step is not None:
@@ -235,7 +232,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if self._closed:
             return
         self._closed = True
-        self._keeper.close()
+        self.index_keeper.close()
         if self._shrinking is not None:
             await asyncio.wait({self._shrinking})
         await self._effects.end()
@@ -253,19 +250,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """Release what the implementation holds. Called at close, when no effect runs any more."""
 
     def statistics(self) -> dict[str, Any]:
-        return summary_of(self._index, self._counts) | {"capacity": self._capacity} | self._keeper.statistics()
+        return summary_of(self._index, self._counts) | {"capacity": self._capacity} | self.index_keeper.statistics()
 
     # --- store --------------------------------------------------------------------------------------
 
     async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
-        stored = self._storing[batch] = asyncio.get_running_loop().create_future()
-        try:
-            with self._traffic:
-                await uncancelled(self._write_all_waves(batch))
-        finally:
-            del self._storing[batch]
-            stored.set_result(None)
+        with self.stores.of([item.name for item in batch.items]), self._traffic:
+            await uncancelled(self._write_all_waves(batch))
         return [batch.outcomes[position] for position in range(len(batch.items))]
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
@@ -299,7 +291,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     def _decide(self, position: int, batch: StoreBatch) -> Outcome | Write | list[asyncio.Future[None]]:
         """The answer, or a write to do now, or what to wait for before deciding again."""
         item = batch.items[position]
-        name, nbytes, use, depth = item
+        name, nbytes, use, depth, _ = item
         if use is None:  # such items are one chain
             use, depth = batch.alone, position
         busy = self._effects.busy
@@ -416,7 +408,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         """
         spare = None
         while write.victims:
-            fits = write.error is None and write.spare(self._traffic.reads) is not None
+            fits = write.error is None and write.spare(self._traffic.reads.has) is not None
             victim = write.victims.pop()
             try:
                 if fits:
@@ -435,7 +427,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
-            self._keeper.stored(write.item.name)
+            self.index_keeper.stored(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
             if leaving and write.item.name in {victim.name for victim in leaving}:
                 what = f"it was evicted as soon as it was stored: other objects fill {self._bound}"
@@ -473,7 +465,7 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     async def _read_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
         """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         reads = self._present(items)
-        with self._traffic.reading([read.item.name for read in reads]):
+        with self._traffic.reads.of(frozenset(read.item.name for read in reads)):
             runs = await self._effects.run(
                 Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
             )
@@ -548,9 +540,9 @@ class IndexedStorage(LevelOrder, Storage, Purging):
         An object that cannot be put aside stays out of the index. The next start finds it; then its check fails again.
         """
         self._counts["corrupt"] += len(names)
-        return self._effects.begin(names, self._set_aside, functools.partial(self._stuck.note, names))
+        return self._effects.begin(names, self._set_aside, self._stuck.note)
 
-    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[None] | None:
+    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[int] | None:
         """Remove objects that have just left the index. Those that cannot be removed return to it."""
         if not victims:
             return None
@@ -565,16 +557,14 @@ class IndexedStorage(LevelOrder, Storage, Purging):
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
-        return self._stuck.removed(gone, after=self._traffic.unread([victim.name for victim in gone]))
+        unread = self._traffic.reads.without([victim.name for victim in gone])
+        return asyncio.shield(self._stuck.remove(gone, after=unread))
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
-        return self._stuck.bad(fits)
-
-    def storing(self) -> list[str]:
-        return [item.name for batch in self._storing for item in batch.items]
+        return asyncio.shield(self._stuck.remove_bad(fits))
 
     async def at_end(self) -> None:
-        await self._effects.ended(self._storing.values())
+        await self._effects.ended(self.stores.ends)
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
@@ -588,7 +578,3 @@ class IndexedStorage(LevelOrder, Storage, Purging):
     @property
     def _bound(self) -> str:
         return f"storage.{self.backend}.capacity, {int(self._index.capacity)} bytes"
-
-    def _check_open(self) -> None:
-        self._check_not_closed()
-        self._check_usable()

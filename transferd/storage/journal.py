@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from transferd.storage.examine import READ_FLAGS
+from transferd.storage.opening import READ_FLAGS, opened
 
 MAGIC = b"transferd order 1\n"
 RECORD = np.dtype([("name", "<u8"), ("use", "<u8"), ("depth", "<u4")])
@@ -142,8 +142,7 @@ class UseJournal:
         named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
         batch = _batch(b"".join(itertools.starmap(_PACK, named)))
         try:
-            fd = os.open(self._path, _APPEND | os.O_CREAT, _MODE)
-            try:
+            with opened(self._path, _APPEND | os.O_CREAT, _MODE) as fd:
                 if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
                     os.ftruncate(fd, self._bytes)
                 write_all(fd, batch if self._bytes else MAGIC + batch)
@@ -151,8 +150,6 @@ class UseJournal:
                     os.fdatasync(fd)
                 self._bytes += len(batch) + (0 if self._bytes else len(MAGIC))
                 self._records += len(noted)
-            finally:
-                os.close(fd)
             self.problem = ""
         except OSError as error:  # a full or failing disk: after a kill, the order of these objects is lost
             self.problem = error.strerror or str(error)
@@ -176,14 +173,11 @@ def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
     try:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(new)
-        fd = os.open(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE)
-        try:
+        with opened(new, _APPEND | os.O_CREAT | os.O_EXCL, _MODE) as fd:
             for piece in itertools.chain(*pieces):
                 write_all(fd, piece)
             os.fsync(fd)
             written = os.fstat(fd).st_size
-        finally:
-            os.close(fd)
         os.rename(new, path)
         sync_directory(os.path.dirname(path))
     except OSError:
@@ -194,11 +188,8 @@ def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
 
 
 def sync_directory(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _batch(body: bytes) -> bytes:

@@ -19,14 +19,14 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
-from transferd.storage.queues import HELD_S
+from transferd.storage.running import Running
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
 
@@ -44,7 +44,7 @@ class PinState(enum.IntEnum):
 class Holding(NamedTuple):
     """One owner's objects in a store; in several, the sum of each. share: bytes kept for the owner.
 
-    evicted: as in Account.
+    evicted: as in Queue.
     """
 
     owner: Hashable
@@ -66,35 +66,49 @@ def check_pins(one: AskedPins, share: float) -> None:
 
 
 class Keeper(abc.ABC):
-    """See the module. Used on the event loop.
+    """See the module. Used on the event loop. What is not overridden asks the keepers of several stores.
 
     outlives: its objects and pins outlive the daemon, and objects that are pinned before they come are pinned then.
     """
 
     outlives = False
+    _all: Sequence[Keeper] = ()
 
-    @abc.abstractmethod
+    @property
+    def _keepers(self) -> Sequence[Keeper]:
+        """Those of stores that work now. All of them are told of engines."""
+        return self._all
+
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         """Note that an engine with objects in `space` (queues.py) has come. share: of the capacity."""
+        for keeper in self._all:
+            keeper.claim(owner, space, share)
 
-    @abc.abstractmethod
     def leave(self, owner: Hashable) -> None:
         """Note that the engine has left. Its share is kept for a while, and its pins until their own ends."""
+        for keeper in self._all:
+            keeper.leave(owner)
 
-    @abc.abstractmethod
     def space_of(self, owner: Hashable) -> str | None:
         """The space of an owner's objects; None if it is not known, or if there is no owner."""
+        return next((space for keeper in self._all if (space := keeper.space_of(owner))), None)
 
-    @abc.abstractmethod
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Evict these objects first, unless they are used again: no engine serves their generation any more.
 
         dead: whether an object of this name is one.
         """
+        for keeper in self._all:
+            keeper.retire(dead)
 
-    @abc.abstractmethod
     def holdings(self) -> list[Holding]:
-        """The objects of each owner."""
+        """The objects of each owner. In several stores, a block counts in each that has it."""
+        each = defaultdict[Hashable, list[tuple[Any, ...]]](list)
+        for keeper in self._keepers:
+            for owner, *figures in keeper.holdings():
+                each[owner].append(tuple(figures))
+        add = functools.partial(functools.reduce, operator.add)
+        return [Holding(owner, *map(add, zip(*some, strict=True))) for owner, some in each.items()]
 
     def of_level(self, name: str) -> Keeper | None:  # noqa: ARG002 - a store of one backend is one level
         """That of one level of storage alone, if it has one."""
@@ -107,9 +121,10 @@ class Keeper(abc.ABC):
         by: who wants that. Raises StorageError if some could not be removed.
         """
 
-    @abc.abstractmethod
     def depths(self, names: Sequence[str]) -> list[int | None]:
         """For each object that a pin can hold, its depth in its chain at its last use; None for the others."""
+        each = [keeper.depths(names) for keeper in self._keepers]
+        return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(len(names))]
 
     async def pin(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> list[PinState]:
         """Pin those of these objects that are there. share: of the capacity, that the owner may pin.
@@ -137,99 +152,44 @@ class Keeper(abc.ABC):
         Those are pinned as soon as they come. Returns how each of these is held here now.
         """
 
-    @abc.abstractmethod
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
-        """Pin those of these that are there. Returns which."""
-
-    @abc.abstractmethod
-    async def durable(self, names: Sequence[str]) -> list[bool]:
-        """For each of these objects, whether a restart leaves the object and its pins."""
-
-    @abc.abstractmethod
-    async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
-
-    @abc.abstractmethod
-    def statistics(self) -> dict[str, int]:
-        """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
-
-
-class ManyKeepers(Keeper):
-    """The keepers of several stores as one."""
-
-    _all: Sequence[Keeper]
-
-    @property
-    def _keepers(self) -> Sequence[Keeper]:
-        """Those of stores that work now. All of them are told of engines."""
-        return self._all
-
-    def claim(self, owner: Hashable, space: str, share: float) -> None:
-        for keeper in self._all:
-            keeper.claim(owner, space, share)
-
-    def leave(self, owner: Hashable) -> None:
-        for keeper in self._all:
-            keeper.leave(owner)
-
-    def space_of(self, owner: Hashable) -> str | None:
-        return next((space for keeper in self._all if (space := keeper.space_of(owner))), None)
-
-    def retire(self, dead: Callable[[str], bool]) -> None:
-        for keeper in self._all:
-            keeper.retire(dead)
-
-    def holdings(self) -> list[Holding]:
-        """The sums: a block counts in each level that has it."""
-        each = defaultdict[Hashable, list[tuple[Any, ...]]](list)
-        for keeper in self._keepers:
-            for owner, *figures in keeper.holdings():
-                each[owner].append(tuple(figures))
-        add = functools.partial(functools.reduce, operator.add)
-        return [Holding(owner, *map(add, zip(*some, strict=True))) for owner, some in each.items()]
-
-    def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
-        """Each in the lowest store that has it."""
+        """Pin those of these that are there, each in the lowest store that has it. Returns which."""
         held = dict.fromkeys(names, False)
         for keeper in reversed(self._keepers):
             rest = [name for name, pinned in held.items() if not pinned]
             held.update(zip(rest, keeper.pin_now(owner, rest, ttl_s), strict=True))
         return [held[name] for name in names]
 
+    @abc.abstractmethod
+    async def durable(self, names: Sequence[str]) -> list[bool]:
+        """For each of these objects, whether a restart leaves the object and its pins."""
+
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
+        """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
         return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
 
-    def depths(self, names: Sequence[str]) -> list[int | None]:
-        each = [keeper.depths(names) for keeper in self._keepers]
-        return [next((depths[i] for depths in each if depths[i] is not None), None) for i in range(len(names))]
-
     def statistics(self) -> dict[str, int]:
+        """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
         total = Counter[str]()
         for keeper in self._keepers:
             total.update(keeper.statistics())
         return dict(total)
 
 
-class Purging(abc.ABC):
-    """The part of a store that a keeper needs."""
+class Purging(Protocol):
+    """The part of a store that a keeper needs. stores: those that run now, in whichever place of the store."""
 
-    @abc.abstractmethod
+    stores: Running
+
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
 
-    @abc.abstractmethod
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
         """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
 
-    @abc.abstractmethod
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit, which are in no index and could not be put aside yet."""
 
-    @abc.abstractmethod
-    def storing(self) -> list[str]:
-        """The objects of the stores that run now."""
-
-    @abc.abstractmethod
     async def at_end(self) -> None:
         """Wait for the stores and removals that run now."""
 
@@ -257,33 +217,25 @@ class IndexKeeper(Keeper):
         self.pinned_by: Callable[[str], Iterable[tuple[Hashable, float]]] | None = None
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
-        self._held: dict[Hashable, asyncio.TimerHandle] = {}  # shares of engines that have left
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
-        if (timer := self._held.pop(owner, None)) is not None:
-            timer.cancel()
         self._index.claim(owner, space, share)
 
     def leave(self, owner: Hashable) -> None:
         self._index.disown(owner)
-        self._held[owner] = asyncio.get_running_loop().call_later(HELD_S, self._gone_for_long, owner)
 
     def retire(self, dead: Callable[[str], bool]) -> None:
         self._index.retire(dead)
 
     def space_of(self, owner: Hashable) -> str | None:
-        accounts = self._index.accounts() if owner else ()
-        return next((one.space for one in accounts if one.owner == owner and one.space), None)
-
-    def _gone_for_long(self, owner: Hashable) -> None:
-        del self._held[owner]
-        self._index.keep_no_share(owner)
+        queues = self._index.queues() if owner else ()
+        return next((one.space for one in queues if one.owner == owner and one.space), None)
 
     def holdings(self) -> list[Holding]:
-        capacity = self._index.capacity
+        index = self._index
         return [
-            Holding(one.owner, one.objects, one.used, one.kept(capacity), one.pinned, one.evicted)
-            for one in self._index.accounts()
+            Holding(one.owner, one.objects, one.used, index.kept(one), one.pinned, one.evicted)
+            for one in index.queues()
         ]
 
     # --- purge --------------------------------------------------------------------------------------
@@ -295,7 +247,7 @@ class IndexKeeper(Keeper):
     async def drop(self, selection: Selection, *, dry_run: bool = False) -> Dropped:
         """Drop what fits from the index, and begin to remove it. Then await `removed`."""
         names = list(selection.names) if selection.names is not None else self._index.names()
-        dropped = Dropped(selection, self._store.storing())
+        dropped = Dropped(selection, self._store.stores.names)
         self._left += len(names)
         left = len(names)
         try:
@@ -307,7 +259,7 @@ class IndexKeeper(Keeper):
                 await asyncio.sleep(0)
         finally:
             self._left -= left
-        dropped.coming += self._store.storing()
+        dropped.coming += self._store.stores.names
         return dropped
 
     async def removed(self, dropped: Dropped) -> Purged:
@@ -325,7 +277,7 @@ class IndexKeeper(Keeper):
         selection = dropped.selection
         present = [entry for name in names if selection.fits(name) and (entry := self._index.get(name)) is not None]
         if selection.owner is not None:
-            present = [one for one in present if one.account is not None and one.account.owner == selection.owner]
+            present = [entry for entry in present if entry.owner == selection.owner]
         if selection.unused_s is not None and present:
             ages = await self._store.ages(present)
             # It may have been used, or have left, meanwhile.
@@ -381,14 +333,12 @@ class IndexKeeper(Keeper):
     def close(self) -> None:
         """End all timers."""
         self.pins.close()
-        for timer in self._held.values():
-            timer.cancel()
 
     def statistics(self) -> dict[str, int]:
         return {
             "purged": self._purged,
             "purging": self._left,
             "pinned": len(self.pins),
-            "pinned_bytes": sum(account.pinned for account in self._index.accounts()),
+            "pinned_bytes": sum(queue.pinned for queue in self._index.queues()),
             "pins_expired": self.pins.expired,
         }

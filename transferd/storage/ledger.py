@@ -18,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 import xxhash
 
-from transferd.storage.examine import READ_FLAGS
 from transferd.storage.journal import write_anew
+from transferd.storage.opening import READ_FLAGS
 from transferd.storage.orders import Listed
 
 MAGIC = b"transferd orders 1\n"

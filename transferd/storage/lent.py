@@ -40,33 +40,25 @@ def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
 
 def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
     """The `fill` of a call for `chosen` items."""
-    return fill and _ChosenFill(fill, which)
+    return fill and _Chosen(fill, which)
 
 
 def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
     """The `drain` of a call for `chosen` items."""
-    return drain and _ChosenDrain(drain, which)
+    return drain and _Chosen(drain, which)
 
 
-class _ChosenFill:
-    def __init__(self, fill: Fill, which: Sequence[int]) -> None:
-        self._fill, self._which = fill, which
-        lent = lent_by(fill)
-        self.lent = lent and lent.chosen(which)
+class _Chosen:
+    """call: a Fill or a Drainer."""
 
-    def __call__(self, i: int, data: memoryview, near: bool, /) -> bool:
-        return self._fill(self._which[i], data, near)
-
-
-class _ChosenDrain:
-    def __init__(self, drain: Drainer, which: Sequence[int]) -> None:
-        self._drain, self._which = drain, which
-        lent = lent_by(drain)
+    def __init__(self, call: Any, which: Sequence[int]) -> None:
+        self._call, self._which = call, which
+        lent = lent_by(call)
         self.lent = lent and lent.chosen(which)
 
     @property
     def wanted(self) -> bool:
-        return self._drain.wanted
+        return bool(self._call.wanted)
 
-    def __call__(self, i: int, data: memoryview, /) -> bool:
-        return self._drain(self._which[i], data)
+    def __call__(self, i: int, /, *arguments: Any) -> bool:
+        return bool(self._call(self._which[i], *arguments))

@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from transferd.errors import ConfigError
-from transferd.storage.examine import READ_FLAGS
+from transferd.storage.opening import READ_FLAGS
 
 _MODE = 0o640
 

@@ -54,20 +54,21 @@ from transferd.storage.queues import (
     FOUND_AT,
     GONE,
     GUESSED,
+    HELD_S,
     PINNED,
     RESTORED,
     SLACK,
     STORED,
     UNSAVED,
-    Account,
     Adopted,
     Entry,
     NoRoom,
+    Noted,
     Queue,
+    Reserved,
     Use,
     UseGroup,
     Victim,
-    heat_of,
     nobody,
     order_of,
     space_of,
@@ -80,10 +81,8 @@ class LruIndex:
     """Names with sizes, in the order of eviction, within `capacity` bytes and `most` objects.
 
     unit: sizes count in multiples of it; set it before the first object comes.
-    left: called with the name of every object that stops being present, in the same step.
-    lost: called with the name of every object that was forgotten, and not evicted, in the same step.
-    went: called with the name of each object that is stored or leaves, with what happened to it (storage/base.py) and
-        the owner that has stored it, or for which it was evicted.
+    watchers: each is called with the name of every object that is stored or leaves, in the same step; with what
+        happened to it (queues.py); and with the owner that has stored it, or for which it was evicted.
     noted: called with the name, the number of its use and the depth of every object that is reserved or used.
     chains: the groups of its uses.
     get: the present object of a name, or None; does not count as a use.
@@ -98,16 +97,12 @@ class LruIndex:
         self.holds = False
         self._now = now
         self.noted: Callable[[str, int, int], None] = lambda _name, _use, _depth: None
-        self.left: Callable[[str], None] = lambda _name: None
-        self.lost: Callable[[str], None] = lambda _name: None
-        self.went: Callable[[str, str, Hashable], None] = lambda _name, _what, _whose: None
+        self.watchers: list[Noted] = []
         self.used = 0  # bytes, reserved and present
         self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
-        # by name: length, the use that writes the object, its owner's queue, the number noted for it
-        self._reserved: dict[str, tuple[int, Use, Queue, int]] = {}
-        self._coming: dict[Use, dict[str, int]] = {}  # the names that each use is writing, with their depths
+        self._reserved: dict[str, Reserved] = {}
         self._queues: dict[Hashable, Queue] = {}  # by owner, or by space for objects without an owner
         self.chains = Chains(now, self._used_by, self._move)
         self._restored = Use()
@@ -135,7 +130,7 @@ class LruIndex:
     def _used_by(self, name: str) -> Use | None:
         if (entry := self._present.get(name)) is not None and entry.group is not None:
             return None if entry.kept else entry.group.use
-        return self._reserved[name][1] if name in self._reserved else None
+        return self._reserved[name].use if name in self._reserved else None
 
     def coldest(self, count: int) -> list[str]:
         """The names of the next objects to evict."""
@@ -145,9 +140,9 @@ class LruIndex:
         """The names of all present objects, in no order."""
         return list(self._present)
 
-    def accounts(self) -> list[Account]:
-        """The accounts of all owners that have objects, and of all present engines."""
-        return [queue.account for queue in self._queues.values()]
+    def queues(self) -> list[Queue]:
+        """Those of all owners that have objects or a share, and of all present engines."""
+        return [queue for queue in self._queues.values() if not self._is_empty(queue)]
 
     def hottest_first(self) -> Iterator[tuple[str, Entry]]:
         """Every present object, in the reverse order of eviction; pinned ones first.
@@ -155,11 +150,11 @@ class LruIndex:
         It may be read in several steps. Objects that are used, pinned or removed meanwhile may come twice, or never.
         """
         for queue in list(self._queues.values()):
-            for entry in queue.pinned.root_first():
-                if entry.group is queue.pinned:
+            for entry in queue.aside.root_first():
+                if entry.group is queue.aside:
                     yield entry.name, entry
         lines = [queue.hottest_first() for queue in reversed(list(self._queues.values()))]  # of equals, the first goes
-        for entry in heapq.merge(*lines, key=heat_of):
+        for entry in heapq.merge(*lines, key=order_of, reverse=True):
             yield entry.name, entry
 
     # --- owners -------------------------------------------------------------------------------------
@@ -167,30 +162,21 @@ class LruIndex:
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         """Add an engine: it takes over its space's objects of no present engine, and its share is kept for it."""
         mine = self._queue(owner)
-        account = mine.account
-        account.space, account.share, account.present = space, share, True
+        mine.space, mine.share, mine.share_until, mine.present = space, share, math.inf, True
         for key, queue in list(self._queues.items()):
-            other = queue.account
-            if other is not account and not other.present and other.space == space and key is not None:
+            if queue is not mine and not queue.present and queue.space == space and key is not None:
                 self._take_over(mine, queue)
                 del self._queues[key]
-        self._note_shares()
+        self._shared = self._shared or share > 0
 
     def disown(self, owner: Hashable) -> None:
-        """Note that the engine has left: another engine of its space may take its objects over. Its share stays."""
+        """Note that the engine has left: another one of its space may take over its objects. Its share ends later."""
         if (queue := self._queues.get(owner)) is not None:
-            queue.account.present = False
+            queue.present, queue.share_until = False, self._now() + HELD_S
 
-    def keep_no_share(self, owner: Hashable) -> None:
-        """End the share of an engine that has been gone for long, unless it is back."""
-        queue = self._queues.get(owner)
-        if queue is not None and not queue.account.present:
-            queue.account.share = 0.0
-            self._drop_if_empty(queue)
-            self._note_shares()
-
-    def _note_shares(self) -> None:
-        self._shared = any(queue.account.share for queue in self._queues.values())
+    def kept(self, queue: Queue) -> int:
+        """How many bytes are kept for this owner."""
+        return int(queue.share * self.capacity) if self._now() < queue.share_until else 0
 
     def retire(self, dead: Callable[[str], bool]) -> None:
         """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
@@ -204,17 +190,16 @@ class LruIndex:
     def _queue(self, owner: Hashable, space: str = "") -> Queue:
         queue = self._queues.get(owner)
         if queue is None:
-            queue = self._queues[owner] = Queue(Account(owner, space))
+            queue = self._queues[owner] = Queue(owner, space)
         return queue
 
     def _take_over(self, mine: Queue, theirs: Queue) -> None:
         """Move all objects of a queue to another one, where each keeps its place in the order."""
-        account, other = mine.account, theirs.account
         for field in ("used", "pinned", "objects"):
-            setattr(account, field, getattr(account, field) + getattr(other, field))
-            setattr(other, field, 0)
-        for group in [*theirs.groups.values(), theirs.pinned]:
-            into = mine.pinned if group is theirs.pinned else mine.groups.get(group.use)
+            setattr(mine, field, getattr(mine, field) + getattr(theirs, field))
+            setattr(theirs, field, 0)
+        for group in [*theirs.groups.values(), theirs.aside]:
+            into = mine.aside if group is theirs.aside else mine.groups.get(group.use)
             if into is None:
                 group.queue = mine
                 mine.groups[group.use] = group
@@ -222,20 +207,21 @@ class LruIndex:
             for entry in group.root_first():
                 if entry.group is group:
                     into.add(entry, entry.depth)
-            if group is not theirs.pinned:
+            if group is not theirs.aside:
                 self.chains.forget(group)
         theirs.groups = OrderedDict()
         mine.groups = OrderedDict(sorted(mine.groups.items(), key=lambda item: item[1].number))
-        for name, (nbytes, use, queue, number) in self._reserved.items():
-            if queue is theirs:
-                self._reserved[name] = nbytes, use, mine, number
+        for one in self._reserved.values():
+            one.queue = mine if one.queue is theirs else one.queue
+
+    def _is_empty(self, queue: Queue) -> bool:
+        if queue.used or queue.objects or queue.present or self.kept(queue):
+            return False
+        return not any(queue is one.queue for one in self._reserved.values())  # an object may have no bytes
 
     def _drop_if_empty(self, queue: Queue) -> None:
-        account = queue.account
-        if account.used or account.objects or account.present or account.share:
-            return
-        if not any(queue is other for _, _, other, _ in self._reserved.values()):  # an object may have no bytes
-            self._queues.pop(account.owner, None)
+        if self._is_empty(queue):
+            self._queues.pop(queue.owner, None)
 
     # --- pins ---------------------------------------------------------------------------------------
 
@@ -247,9 +233,9 @@ class LruIndex:
             why |= GUESSED
         if not entry.kept:
             self._leave_group(entry)
-            queue.pinned.add(entry, depth)
+            queue.aside.add(entry, depth)
         if why == PINNED and not entry.kept & PINNED:
-            queue.account.pinned += self.size(entry.nbytes)
+            queue.pinned += self.size(entry.nbytes)
             entry.kept &= ~GUESSED  # it stays with the engine that came first
         entry.kept |= why
 
@@ -258,7 +244,7 @@ class LruIndex:
         if entry.group is None or not entry.kept & why:
             return
         if why == PINNED:
-            entry.group.queue.account.pinned -= self.size(entry.nbytes)
+            entry.group.queue.pinned -= self.size(entry.nbytes)
         entry.kept &= ~why
         if entry.kept in (0, GUESSED):
             guessed, entry.kept = bool(entry.kept), 0
@@ -279,7 +265,7 @@ class LruIndex:
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
         if use.parent is None and use.start and self.place not in use.placed and use not in self.chains.of:
-            self.chains.guess(use, name, self._queues.get(use.owner), self._coming)
+            self.chains.guess(use, name, self._queues.get(use.owner), self._writing())
         leading = self.chains.leading(use, name)
         if self.place not in use.placed:
             self.chains.writes(use, name)
@@ -296,11 +282,11 @@ class LruIndex:
         if patient and going and self._ends_its_own(going[-1], use):
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
-        self._coming.setdefault(use, {})[name] = depth
-        self._reserved[name] = nbytes, use, queue, (number := self.chains.number_of(leading))
+        number = self.chains.number_of(leading)
+        self._reserved[name] = Reserved(nbytes, use, queue, number, depth)
         use.placed |= {self.place}  # its objects may all be held, so in no group
         self.used += size
-        queue.account.used += size
+        queue.used += size
         self.noted(name, number, depth)
         return self._evict_all(going, use)
 
@@ -310,12 +296,14 @@ class LruIndex:
 
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
-        nbytes, use, queue, number, depth = self._came(name)
-        entry, leading = Entry(name, nbytes), self.chains.leading(use, name)
-        group = self.chains.group(leading, queue, at=queue.account.used_at)
+        one = self._reserved.pop(name)
+        use, depth = one.use, one.depth
+        entry, leading = Entry(name, one.nbytes), self.chains.leading(use, name)
+        group = self.chains.group(leading, one.queue, at=one.queue.used_at)
         self._add(entry, group, depth)
-        self.went(name, STORED, use.owner)
-        if number != group.number:  # other uses came meanwhile
+        for noted in self.watchers:
+            noted(name, STORED, use.owner)
+        if one.number != group.number:  # other uses came meanwhile
             self.noted(name, group.number, depth)
         if depth >= use.ends_at(self.place):
             return self._evict_all([entry], use)
@@ -325,13 +313,12 @@ class LruIndex:
 
     def release(self, name: str) -> None:
         """Drop a reserved object: it will not be stored."""
-        nbytes, use, queue, _, _ = self._came(name)
-        self.used -= self.size(nbytes)
-        queue.account.used -= self.size(nbytes)
-        for one in (use, self.chains.heir(use)):
-            if one not in self._coming:
-                self.chains.writes_no_more(one)
-        self._drop_if_empty(queue)
+        gone = self._reserved.pop(name)
+        self.used -= self.size(gone.nbytes)
+        gone.queue.used -= self.size(gone.nbytes)
+        for use in {gone.use, self.chains.heir(gone.use)} - self._writing():
+            self.chains.writes_no_more(use)
+        self._drop_if_empty(gone.queue)
 
     def begin_anew(self) -> None:
         """Forget the numbers of uses. Call it when no object is left and the next ones have another index's numbers."""
@@ -352,7 +339,7 @@ class LruIndex:
                 space = f"{part}/" if part else ""
             size = -(-nbytes // self.unit) * self.unit
             self.used += size
-            group.queue.account.used += size
+            group.queue.used += size
             self._add(Entry(name, nbytes), group, depth)
 
     def begin_at(self, number: int) -> None:
@@ -384,7 +371,7 @@ class LruIndex:
             if entry.kept & GUESSED:
                 entry.kept &= ~GUESSED
                 queue = self._leave_group(entry)
-                self._give(entry, queue, use).pinned.add(entry, depth)
+                self._give(entry, queue, use).aside.add(entry, depth)
             else:
                 group.raise_to(entry, depth)
             return
@@ -412,12 +399,12 @@ class LruIndex:
     def _give(self, entry: Entry, queue: Queue, use: Use) -> Queue:
         """Give an object that was found at start to the engine that is the first to use it. Returns its queue."""
         mine = self._queues.get(use.owner)
-        if mine is None or not mine.account.present or mine.account.space != space_of(entry.name):
+        if mine is None or not mine.present or mine.space != space_of(entry.name):
             return queue
         size = self.size(entry.nbytes)
-        for account, sign in ((queue.account, -1), (mine.account, 1)):
-            account.used += sign * size
-            account.objects += sign
+        for one, sign in ((queue, -1), (mine, 1)):
+            one.used += sign * size
+            one.objects += sign
         self._drop_if_empty(queue)
         return mine
 
@@ -427,7 +414,6 @@ class LruIndex:
         if present is None or (entry is not None and present is not entry):
             return False
         self._drop_all([present], why)
-        self.lost(name)
         return True
 
     def restore(self, name: str, nbytes: int) -> None:
@@ -437,7 +423,7 @@ class LruIndex:
         space = space_of(name)
         queue = self._queue(nobody(space), space)
         self.used += self.size(nbytes)
-        queue.account.used += self.size(nbytes)
+        queue.used += self.size(nbytes)
         group = self.chains.group(self._restored, queue, RESTORED)
         self._add(Entry(name, nbytes), group, 0)  # among equal depths, the newest is evicted first
 
@@ -454,11 +440,11 @@ class LruIndex:
         at_most: evict no more objects than this, and lower the bounds only so far, so that no write has to evict the
             rest. Call it again until the bounds are reached.
         """
-        pinned = [queue for queue in self._queues.values() if queue.account.pinned]
-        if sum(queue.account.pinned for queue in pinned) > capacity or sum(q.pinned.live for q in pinned) > most:
+        pinned = [queue for queue in self._queues.values() if queue.pinned]
+        if sum(queue.pinned for queue in pinned) > capacity or sum(q.aside.live for q in pinned) > most:
             use = Use()
             for queue in pinned:
-                for entry in list(queue.pinned.root_first()):
+                for entry in list(queue.aside.root_first()):
                     self.unpin(entry, use)
         going = self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)
         left = self._evict_all(going)
@@ -489,46 +475,37 @@ class LruIndex:
         """
         if (nbytes <= 0 and count <= 0) or at_most == 0:
             return []
-        queues = list(self._queues.values())
-        if use is None or not self._shared:
-            return self._first([queue.next_to_go() for queue in queues], nbytes, count, use, depth, at_most)
-        mine = self._queue(use.owner)
-        spare = [self._spare(queue) for queue in queues if queue is not mine]
-        if mine.account.below_with(more, self.capacity):
-            going = self._first(spare, nbytes, count, use, depth, at_most)
-            if len(going) >= count and sum(self.size(entry.nbytes) for entry in going) >= nbytes:
-                return going
-        spare = [self._spare(queue) for queue in queues if queue is not mine]
-        return self._first([mine.next_to_go(), *spare], nbytes, count, use, depth, at_most)
-
-    def _first(
-        self,
-        lines: Sequence[Iterator[Entry]],
-        nbytes: float,
-        count: float,
-        use: Use | None,
-        depth: int,
-        at_most: int | None,
-    ) -> list[Entry]:
-        """The first objects of several lines together, up to what `use` may evict."""
         own = None if use is None else self.chains.of.get(use)
         stop = (own[0].number, -depth) if own else None
-        going: list[Entry] = []
-        for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
-            if stop is not None and order_of(entry) >= stop:
-                break
-            going.append(entry)
-            nbytes -= self.size(entry.nbytes)
-            count -= 1
-            if (nbytes <= 0 and count <= 0) or len(going) == at_most:
-                break
-        return going
+
+        def first(lines: Sequence[Iterator[Entry]]) -> tuple[list[Entry], bool]:
+            """The first objects of several lines together, and whether they are enough."""
+            going: list[Entry] = []
+            left_bytes, left_count = nbytes, count
+            for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
+                if stop is not None and order_of(entry) >= stop:
+                    break
+                going.append(entry)
+                left_bytes -= self.size(entry.nbytes)
+                left_count -= 1
+                if (left_bytes <= 0 and left_count <= 0) or len(going) == at_most:
+                    return going, True
+            return going, False
+
+        queues = list(self._queues.values())
+        if use is None or not self._shared:
+            return first([queue.next_to_go() for queue in queues])[0]
+        mine = self._queue(use.owner)
+        others = [queue for queue in queues if queue is not mine]
+        if mine.used + more <= self.kept(mine):  # it stays within its share
+            going, enough = first([self._spare(queue) for queue in others])
+            if enough:
+                return going
+        return first([mine.next_to_go(), *map(self._spare, others)])[0]
 
     def _spare(self, queue: Queue) -> Iterator[Entry]:
         """The queue's next objects to evict, as far as writes of other owners may take them."""
-        spare = queue.account.to_spare(self.capacity)
-        if spare <= 0:
-            return
+        spare = queue.used - self.kept(queue)
         for entry in queue.next_to_go():
             spare -= self.size(entry.nbytes)
             if spare < 0:
@@ -537,20 +514,15 @@ class LruIndex:
 
     def _deepest_coming(self, use: Use) -> int:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
-        return max(self._coming.get(use, {}).values(), default=-1)
+        return max((one.depth for one in self._reserved.values() if one.use is use), default=-1)
 
-    def _came(self, name: str) -> tuple[int, Use, Queue, int, int]:
-        nbytes, use, queue, number = self._reserved.pop(name)
-        coming = self._coming[use]
-        depth = coming.pop(name)
-        if not coming:
-            del self._coming[use]
-        return nbytes, use, queue, number, depth
+    def _writing(self) -> set[Use]:
+        return {one.use for one in self._reserved.values()}
 
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
         self.bytes += self.size(entry.nbytes)
-        group.queue.account.objects += 1
+        group.queue.objects += 1
         group.add(entry, depth)
 
     def _leave_group(self, entry: Entry) -> Queue:
@@ -559,8 +531,8 @@ class LruIndex:
         queue = group.queue
         entry.group = None
         group.live -= 1
-        if group is queue.pinned:
-            queue.account.pinned -= self.size(entry.nbytes) if entry.kept & PINNED else 0
+        if group is queue.aside:
+            queue.pinned -= self.size(entry.nbytes) if entry.kept & PINNED else 0
         elif not group.live:
             del queue.groups[group.use]
             self.chains.forget(group)
@@ -581,19 +553,18 @@ class LruIndex:
         victims = []
         for entry in entries:
             del self._present[entry.name]
-            account = (queue := self._leave_group(entry)).account
-            size = self.size(entry.nbytes)
-            account.used -= size
-            account.objects -= 1
+            queue, size = self._leave_group(entry), self.size(entry.nbytes)
+            queue.used -= size
+            queue.objects -= 1
             self.bytes -= size
             self.used -= size
             if why == EVICTED:
-                account.evicted[whose] += 1
-            if not account.used:
+                queue.evicted[whose] += 1
+            if not queue.used:
                 self._drop_if_empty(queue)
             victims.append(Victim(entry.name, entry.nbytes))
-            self.left(entry.name)
-            self.went(entry.name, why, whose)
+            for noted in self.watchers:
+                noted(entry.name, why, whose)
         return victims
 
     def __repr__(self) -> str:

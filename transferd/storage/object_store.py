@@ -25,6 +25,7 @@ answer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import html
 import math
 import os
@@ -55,7 +56,6 @@ from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, 
 from transferd.storage.batch import bare
 from transferd.storage.breaker import CircuitBreaker
 from transferd.storage.paths import quoted, unquoted
-from transferd.storage.prober import Prober
 from transferd.storage.selection import Selection, check_shared, parts_of
 from transferd.storage.suspects import Suspects
 from transferd.wire.answers import Purged
@@ -116,7 +116,6 @@ class ObjectStorage(Storage):
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
         self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
-        self._prober = Prober(self._answers, HEARTBEAT_S)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._open = False
@@ -132,7 +131,18 @@ class ObjectStorage(Storage):
 
     @classmethod
     def try_out(cls, storage: StorageSection) -> str:
-        return try_out(storage.object)
+        data, section = b"transferd doctor", storage.object
+        try:
+            store = connect(section)
+            look_at_bucket(store, section.url)
+            obstore.put(store, PROBE, data, use_multipart=False)
+            came_back = bytes(obstore.get(store, PROBE).bytes())
+            obstore.delete(store, PROBE)
+        except ConfigError as error:
+            return str(error)
+        except (BaseError, OSError) as error:
+            return str(translated(error))
+        return "" if came_back == data else f"stored {data!r} and got {came_back!r}"
 
     async def open(self) -> None:
         """Ask the bucket once. Raises ConfigError if it is not there or refuses our key.
@@ -146,20 +156,20 @@ class ObjectStorage(Storage):
             where = "no credentials in the environment or in ~/.aws: asking the machine's metadata service"
             log.warning(where, url=self._section.url)
         try:
-            await self._in_thread(Direction.IN, self._look_at_bucket, "first contact with the bucket")
+            look = functools.partial(look_at_bucket, self._store, self._section.url)
+            await self._in_thread(Direction.IN, look, "first contact with the bucket")
         except BaseException as error:
             if not (isinstance(error, StorageError) and error.refusal in ("silent", "passing")):
                 self._open = False
                 self._threads.close()
                 raise
             log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
-        self._prober.start()
+        self._breaker.watch(self._answers, HEARTBEAT_S)
 
     async def close(self) -> None:
         if not self._open:
             return
         self._open = False
-        self._prober.close()
         await self._breaker.close()
         still = self._threads.close(CLOSE_S)
         if still:
@@ -303,9 +313,6 @@ class ObjectStorage(Storage):
         # for what came damaged: its connections are others, and the server checks what it gets
         self._other = connect(self._section, self._profile, checks=True)
 
-    def _look_at_bucket(self) -> None:
-        look_at_bucket(self._store, self._section.url)
-
     # --- how calls run -------------------------------------------------------------------------------
 
     async def _each(
@@ -357,8 +364,7 @@ class ObjectStorage(Storage):
         return result
 
     def _open_if_silent(self) -> None:
-        silent = self._silent
-        if silent is not None:
+        if (silent := self._silent) is not None:
             self._breaker.failed(str(silent))
 
     async def _in_thread(self, direction: Direction, call: Callable[[], None], what: str) -> None:
@@ -436,22 +442,6 @@ def look_at_bucket(store: Any, url: str) -> None:
         raise ConfigError(
             "storage.object.url", f"the bucket refuses the daemon: {_short(error)}; {remedy}", url
         ) from None
-
-
-def try_out(section: ObjectStorageSection) -> str:
-    """Store, load and remove one small object. Returns the problem, "" if there is none. Blocking; for `doctor`."""
-    data = b"transferd doctor"
-    try:
-        store = connect(section)
-        look_at_bucket(store, section.url)
-        obstore.put(store, PROBE, data, use_multipart=False)
-        came_back = bytes(obstore.get(store, PROBE).bytes())
-        obstore.delete(store, PROBE)
-    except ConfigError as error:
-        return str(error)
-    except (BaseError, OSError) as error:
-        return str(translated(error))
-    return "" if came_back == data else f"stored {data!r} and got {came_back!r}"
 
 
 def _prefix(selection: Selection) -> str | None:

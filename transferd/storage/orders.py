@@ -24,7 +24,7 @@ from typing import NamedTuple
 import msgspec
 
 from transferd.blocks.keys import encode_text
-from transferd.storage.queues import EngineOwner, space_of
+from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
 MOST_NAMES = 65_536  # in all purges that are remembered, and
@@ -160,14 +160,12 @@ class Overdue:
 
 
 def _test_of(at: float, fits: Fits) -> Callable[[str, float], bool]:
-    selection = Selection(model=fits.model, generation=fits.generation)
+    selection = Selection(model=fits.model, generation=fits.generation, space=fits.space)
     digests = None if fits.names is None else frozenset(fits.names)
 
     def test(name: str, written: float) -> bool:
         if fits.unused_s is not None and written > at - fits.unused_s:
             return False  # it was used when it was written, or later
-        if fits.space is not None and space_of(name) != fits.space:
-            return False
         return selection.fits(name) and (digests is None or digest(name) in digests)
 
     return test

@@ -65,7 +65,7 @@ class Pins:
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
         """The bytes that pinning these for this owner would add."""
         new = [entry for entry in entries if owner not in self._until.get(entry, ())]
-        pinned = sum(account.pinned for account in self._index.accounts())
+        pinned = sum(queue.pinned for queue in self._index.queues())
         return AskedPins(
             len(entries),
             sum(self._index.size(entry.nbytes) for entry in new),
@@ -76,7 +76,7 @@ class Pins:
 
     def restore(self, kept: Sequence[KeptPin]) -> None:
         """Restore the pins of an earlier life, for objects that are there and as far as pins may take room."""
-        room = MOST_PINNED * self._index.capacity - sum(account.pinned for account in self._index.accounts())
+        room = MOST_PINNED * self._index.capacity - sum(queue.pinned for queue in self._index.queues())
         for pin in kept:
             if (entry := self._index.get(pin.name)) is None:
                 continue
@@ -138,7 +138,7 @@ class Pins:
 
     def _forget_gone(self) -> None:
         """Drop the pins of objects that have left, or that the index has unpinned, if there are any."""
-        if sum(account.pinned for account in self._index.accounts()) != self._bytes:
+        if sum(queue.pinned for queue in self._index.queues()) != self._bytes:
             for entry in [entry for entry in self._until if not entry.pinned]:
                 for owner in list(self._until[entry]):
                     self._let_go(entry, owner, Use())

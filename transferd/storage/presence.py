@@ -8,16 +8,17 @@ files take first. If one of these, a load or the scrub misses a file, all object
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import Paced
 from transferd.runtime.threads import Direction, Threads
-from transferd.storage.directory import FileState, ObjectDirectory
+from transferd.storage.directory import ObjectDirectory
 from transferd.storage.effects import Traffic
 from transferd.storage.lru import Entry, LruIndex
-from transferd.storage.queues import DAMAGED, GONE
+from transferd.storage.queues import GONE
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +28,7 @@ EVERY_S = 60.0  # how often everything is checked, at most
 ACTION = "find out what removes files in the store's directory (a cleaner, a restored snapshot), and exclude it"
 
 
+@dataclass(eq=False)
 class PresenceCheck:
     """Looks at files, and drops from the index what is gone. Used on one event loop.
 
@@ -35,32 +37,25 @@ class PresenceCheck:
         were replaced by something else.
     """
 
-    def __init__(
-        self,
-        directory: ObjectDirectory,
-        index: LruIndex,
-        threads: Threads,
-        traffic: Traffic,
-        busy: Collection[str],
-        dropped: Callable[[int, Sequence[str]], None],
-    ) -> None:
-        self._directory = directory
-        self._index = index
-        self._threads = threads
-        self._traffic = traffic
-        self._busy = busy
-        self._dropped = dropped
+    _directory: ObjectDirectory
+    _index: LruIndex
+    _threads: Threads
+    _traffic: Traffic
+    _busy: Collection[str]
+    _dropped: Callable[[int, Sequence[str]], None]
+    _over: bool = False
+    _unsaid: int = 0  # objects that were gone since the last line in the log
+
+    def __post_init__(self) -> None:
         self._everything = Paced(self._check_everything, EVERY_S)
-        self._over = False
-        self._unsaid = 0  # objects that were gone since the last line in the log
 
     async def look(self, names: Sequence[str]) -> list[bool]:
         """For each name, whether the object is there. Raises StorageError if that cannot be found out."""
         entries = [self._index.get(name) for name in names]
-        found = await self._look_at(entries)
-        if self._drop(entries, found):
+        missing = await self._look_at(entries)
+        if self._drop(entries, missing):
             self._everything.soon()
-        return [one is FileState.THERE for one in found]
+        return [not why for why in missing]
 
     def missed(self, count: int) -> None:
         """Check all objects, because so many had no file any more when they were to be read."""
@@ -71,25 +66,25 @@ class PresenceCheck:
         self._over = True
         await self._everything.close()
 
-    async def _look_at(self, entries: Sequence[Entry | None]) -> list[FileState]:
+    async def _look_at(self, entries: Sequence[Entry | None]) -> list[str]:
+        """Of each, why it is not there; "" if it is."""
+        missing = self._directory.missing
         return await self._threads.run(
-            Direction.OUT, lambda: [self._holds(entry) for entry in entries], "look at objects"
+            Direction.OUT,
+            lambda: [GONE if one is None else missing(one.name, one.nbytes) for one in entries],
+            "look at objects",
         )
 
-    def _holds(self, entry: Entry | None) -> FileState:
-        return FileState.GONE if entry is None else self._directory.holds(entry.name, entry.nbytes)
-
-    def _drop(self, entries: Sequence[Entry | None], found: Sequence[FileState]) -> int:
+    def _drop(self, entries: Sequence[Entry | None], missing: Sequence[str]) -> int:
         """Drop objects that are not there and still in the index. Returns how many are gone."""
         gone, damaged = 0, []
-        for entry, presence in zip(entries, found, strict=True):
-            if entry is None or presence is FileState.THERE or entry.name in self._busy:
+        for entry, why in zip(entries, missing, strict=True):
+            if entry is None or not why or entry.name in self._busy or not self._index.forget(entry.name, entry, why):
                 continue
-            if self._index.forget(entry.name, entry, GONE if presence is FileState.GONE else DAMAGED):
-                if presence is FileState.GONE:
-                    gone += 1
-                else:
-                    damaged.append(entry.name)
+            if why == GONE:
+                gone += 1
+            else:
+                damaged.append(entry.name)
         if gone or damaged:
             self._unsaid += gone
             self._dropped(gone, damaged)
@@ -103,11 +98,11 @@ class PresenceCheck:
                 return
             entries = [self._index.get(name) for name in names[start : start + AT_ONCE] if name not in self._busy]
             try:
-                found = await self._look_at(entries)
+                missing = await self._look_at(entries)
             except StorageError as error:
                 log.warning("cannot look at the objects", problem=str(error))
                 return
-            self._drop(entries, found)
+            self._drop(entries, missing)
         if self._unsaid:
             log.warning("objects were removed from outside", gone=self._unsaid, left=len(self._index), action=ACTION)
             self._unsaid = 0

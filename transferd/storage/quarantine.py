@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from transferd.runtime.clock import Clock
 from transferd.storage.paths import is_set_aside, temporary_of
@@ -16,6 +17,7 @@ FILES = 16
 BYTES = 64 * 1024**2
 
 
+@dataclass(eq=False)
 class Quarantine:
     """One directory.
 
@@ -23,19 +25,11 @@ class Quarantine:
     keeps it for another object.
     """
 
-    def __init__(
-        self,
-        path: str,
-        clock: Clock,
-        numbers: Iterator[int],
-        make: Callable[[str], None],
-        remove: Callable[[str], None],
-    ) -> None:
-        self.path = path
-        self._remove = remove
-        self._clock = clock
-        self._numbers = numbers
-        self._make = make
+    path: str
+    _clock: Clock
+    _numbers: Iterator[int]
+    _make: Callable[[str], None]
+    _remove: Callable[[str], None]
 
     def take(self, path: str) -> str:
         """Move a file or directory here. Returns its new path. Raises OSError."""

@@ -16,10 +16,13 @@ import enum
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
+
+import msgspec
 
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
 RECENT = 32  # how many of the latest uses a chain may continue
@@ -28,6 +31,20 @@ HELD_S = 600.0  # how long the share of an engine that has left is kept
 # What happens to an object in an index, as reports name it.
 STORED, EVICTED, PURGED, DAMAGED, GONE = "stored", "evicted", "purged", "damaged", "gone"
 FOUND_AT = -math.inf  # the time of the uses of objects found at start, which is unknown
+
+
+Noted = Callable[[str, str, Hashable], None]
+"""noted(name, what, whose): an object was stored by, or has left for, this owner. what: STORED … GONE."""
+
+
+def departures(left: Callable[[str], object]) -> Noted:
+    """Calls `left` with the name of each object that leaves."""
+
+    def noted(name: str, what: str, _: Hashable) -> None:
+        if what != STORED:
+            left(name)
+
+    return noted
 
 
 class EngineOwner(NamedTuple):
@@ -46,44 +63,6 @@ def space_of(name: str) -> str:
 def nobody(space: str) -> Hashable:
     """The key that stands for the missing owner of objects in this space."""
     return "", space
-
-
-class Account:
-    """One owner's objects in one index, in bytes.
-
-    space: "" until it is known.
-    used_at: FOUND_AT for objects without an owner, which go to the engine that is the first to use them; else None.
-    share: of the capacity, 0 to 1.
-    present: its engine is registered now, so no other one takes its objects over.
-    used: reserved and present.
-    pinned: of these, how many cannot be evicted.
-    evicted: how many of its objects were, since it came, by the owner whose objects needed the room.
-    """
-
-    __slots__ = ("evicted", "objects", "owner", "pinned", "present", "share", "space", "used", "used_at")
-
-    def __init__(self, owner: Hashable, space: str = "") -> None:
-        self.owner = owner
-        self.space = space
-        self.used_at = FOUND_AT if owner == nobody(space) else None
-        self.share = 0.0
-        self.present = False
-        self.used = 0
-        self.pinned = 0
-        self.objects = 0
-        self.evicted = Counter[Hashable]()
-
-    def kept(self, capacity: int) -> int:
-        """How many bytes are kept for this owner."""
-        return int(self.share * capacity)
-
-    def to_spare(self, capacity: int) -> int:
-        """How many of its bytes other owners may evict."""
-        return max(0, self.used - self.kept(capacity))
-
-    def below_with(self, nbytes: int, capacity: int) -> bool:
-        """Whether it stays within its share with so many bytes more."""
-        return self.used + nbytes <= self.kept(capacity)
 
 
 class Use:
@@ -141,20 +120,18 @@ class Use:
 PINNED, UNSAVED, AWAITED, STUCK, GUESSED = 1, 2, 4, 8, 16
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Entry:
     """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
     kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED, STUCK and GUESSED.
     """
 
-    __slots__ = ("depth", "group", "kept", "name", "nbytes")
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name = name
-        self.nbytes = nbytes
-        self.depth = 0
-        self.kept = 0
-        self.group: UseGroup | None = None  # None once it has left
+    name: str
+    nbytes: int
+    depth: int = 0
+    kept: int = 0
+    group: UseGroup | None = None  # None once it has left
 
     @property
     def touched(self) -> bool:
@@ -166,9 +143,9 @@ class Entry:
         return self.group is not None and bool(self.kept & PINNED)
 
     @property
-    def account(self) -> Account | None:
-        """The account of its owner; None once it has left."""
-        return None if self.group is None else self.group.queue.account
+    def owner(self) -> Hashable | None:
+        """Whose it is; None once it has left."""
+        return None if self.group is None else self.group.queue.owner
 
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
@@ -200,19 +177,37 @@ class Adopted(NamedTuple):
     nbytes: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Queue:
-    """The objects of one account in the order of eviction.
+    """One owner's objects in one index, in the order of eviction, and how many bytes they have.
 
+    space: "" until it is known.
+    used_at: FOUND_AT for objects without an owner, which go to the engine that is the first to use them; else None.
+    share: of the capacity, 0 to 1. share_until: in monotonic seconds.
+    present: its engine is registered now, so no other one takes its objects over.
+    used: reserved and present.
+    pinned: of these, how many cannot be evicted because somebody has pinned them.
+    evicted: how many of its objects were, since it came, by the owner whose objects needed the room.
     groups: by use, the next to go first; none is empty.
-    pinned: objects that are in no group.
+    aside: the objects that are in none of these, because they are not to be evicted.
     """
 
-    __slots__ = ("account", "groups", "pinned")
+    owner: Hashable
+    space: str = ""
+    share: float = 0.0
+    share_until: float = math.inf
+    present: bool = False
+    used: int = 0
+    pinned: int = 0
+    objects: int = 0
+    evicted: Counter[Hashable] = field(default_factory=Counter)
+    groups: OrderedDict[Use, UseGroup] = field(default_factory=OrderedDict)
+    used_at: float | None = field(init=False)
+    aside: UseGroup = field(init=False)
 
-    def __init__(self, account: Account) -> None:
-        self.account = account
-        self.groups: OrderedDict[Use, UseGroup] = OrderedDict()
-        self.pinned = UseGroup(Use(), -1, self)
+    def __post_init__(self) -> None:
+        self.used_at = FOUND_AT if self.owner == nobody(self.space) else None
+        self.aside = UseGroup(Use(), -1, self)
 
     def next_to_go(self) -> Iterator[Entry]:
         """The objects, in the order of eviction, without pinned ones."""
@@ -239,6 +234,17 @@ class Queue:
         return ending[0] if len(ending) == 1 and ending[0].number else None
 
 
+class Reserved(msgspec.Struct):
+    """An object that is being written. number: what was noted as that of its use."""
+
+    nbytes: int
+    use: Use
+    queue: Queue
+    number: int
+    depth: int
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class UseGroup:
     """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
 
@@ -246,17 +252,14 @@ class UseGroup:
     They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
     """
 
-    __slots__ = ("_behind", "at", "entries", "live", "number", "queue", "sorted", "use")
-
-    def __init__(self, use: Use, number: int, queue: Queue, at: float = 0.0) -> None:
-        self.at = at
-        self.use = use
-        self.number = number
-        self.queue = queue
-        self.entries: list[Entry] = []
-        self.live = 0
-        self.sorted = True
-        self._behind = 0  # the depth behind its deepest block so far
+    use: Use
+    number: int
+    queue: Queue
+    at: float = 0.0
+    entries: list[Entry] = field(default_factory=list)
+    live: int = 0
+    sorted: bool = True
+    _behind: int = 0  # the depth behind its deepest block so far
 
     @property
     def ends(self) -> int:
@@ -298,12 +301,6 @@ def order_of(entry: Entry) -> tuple[int, int]:
     """The place of an object in the order of eviction."""
     assert entry.group is not None
     return entry.group.number, -entry.depth
-
-
-def heat_of(entry: Entry) -> tuple[int, int]:
-    """The place of an object in the reverse order."""
-    assert entry.group is not None
-    return -entry.group.number, entry.depth
 
 
 def _space(name: str) -> str:

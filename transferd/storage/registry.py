@@ -150,5 +150,4 @@ def _load(key: str, name: str, target: str) -> type[Storage]:
         more.append(SlotStorage)  # it has only `put` and `get`
     if not issubclass(backend, Index) and any(hasattr(backend, name) for name in vars(Index) if name[0] != "_"):
         more.append(Index)  # until 0.4, Index's methods belonged to Storage
-    parts = {"index": property(lambda self: self)} if Index in more else {}
-    return type(class_name, (backend, *more), parts) if more else backend
+    return type(class_name, (backend, *more), {}) if more else backend

@@ -8,7 +8,7 @@ if a read had found it. Then the scrub rests and starts again.
 
 It never reads faster than `rate` bytes a second, and yields to traffic: before each piece it waits until no load
 or store runs, for at most PATIENCE_S. So a store that is never idle is still scrubbed, only more slowly. It needs
-memory for one piece, and one open directory per level, whatever the store holds. With a rate of 0 it has no
+memory for one piece, and for the entries of one directory, whatever the store holds. With a rate of 0 it has no
 task, no timer and no memory.
 
 Time comes from the loop, so a simulation can run it.
@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
-from transferd.runtime.clock import Clock
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.effects import Traffic
@@ -35,6 +35,7 @@ PATIENCE_S = 0.5  # how long a piece waits for traffic to pause
 REST_S = 60.0  # the rest between two passes, so that an empty store is not walked in a busy loop
 
 
+@dataclass(eq=False)
 class Scrub:
     """One directory's scrub. Changed on the event loop only.
 
@@ -43,24 +44,15 @@ class Scrub:
     walked: called after each pass. A walk cannot miss what is not there, so the owner checks for removed files then.
     """
 
-    def __init__(
-        self,
-        directory: ObjectDirectory,
-        threads: Threads,
-        clock: Clock,
-        traffic: Traffic,
-        bad: Callable[[str], Awaitable[None]],
-        walked: Callable[[], None],
-    ) -> None:
-        self._directory = directory
-        self._threads = threads
-        self._now = clock.monotonic
-        self._traffic = traffic
-        self._bad = bad
-        self._walked = walked
-        self._rate = 0
-        self._counts: Counter[str] = Counter()
-        self._task: asyncio.Task[None] | None = None
+    _directory: ObjectDirectory
+    _threads: Threads
+    _now: Callable[[], float]  # monotonic seconds
+    _traffic: Traffic
+    _bad: Callable[[str], Awaitable[object]]
+    _walked: Callable[[], None]
+    _rate: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
+    _task: asyncio.Task[None] | None = None
 
     def set_rate(self, rate: int) -> None:
         """Set bytes per second; 0 ends the scrub after its current piece. Call on the event loop."""
@@ -95,11 +87,7 @@ class Scrub:
     async def _run(self) -> None:
         buffer = memoryview(bytearray(PIECE_BYTES))
         while True:
-            try:
-                await self._pass(buffer)
-            except OSError as error:
-                self._counts["errors"] += 1
-                log.warning("scrub could not list the objects", problem=str(error))
+            await self._pass(buffer)
             await asyncio.sleep(REST_S)
 
     async def _pass(self, buffer: memoryview) -> None:
@@ -127,12 +115,12 @@ class Scrub:
 
     def _steps(self, buffer: memoryview) -> Generator[int | Examination, None, None]:
         """Runs in a thread, one step per call: yields the size of each piece, then the examination of the object."""
-        for file in self._directory.objects(self._refused):
-            examination = self._directory.examination(file.name)
+        for name, _ in self._directory.objects(self._refused):
+            examination = self._directory.examination(name)
             try:
                 yield from examination.pieces(buffer)
             except OSError as error:
-                log.warning("scrub could not read an object", name=file.name, problem=str(error))
+                log.warning("scrub could not read an object", name=name, problem=str(error))
                 self._counts["errors"] += 1
             else:
                 yield examination

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from transferd.storage import file_io
+from transferd.storage.opening import opened
 
 MOST = 4096  # files
 
@@ -35,20 +36,16 @@ class Spares:
     def _keep(self, path: str) -> bool:
         if len(self._free) >= MOST:
             return False
+        spare = f"{self._path}{next(self._numbers)}"
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            found, spare = os.fstat(fd), f"{self._path}{next(self._numbers)}"
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # another link may be somebody's backup
-                return False
-            os.rename(path, spare)
-            os.ftruncate(fd, 0)
+            with opened(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK) as fd:
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:  # another link may be somebody's backup
+                    return False
+                os.rename(path, spare)
+                os.ftruncate(fd, 0)
         except OSError:
             return not os.path.lexists(path)  # a file that could not be emptied is removed with all others
-        finally:
-            os.close(fd)
         self._free.append(spare)
         return True
 

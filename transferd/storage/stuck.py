@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import structlog
@@ -36,23 +37,22 @@ class _Stuck(NamedTuple):
     why: str
 
 
+@dataclass(eq=False)
 class StuckObjects:
     """One index's objects that cannot be removed. Used on one event loop.
+
+    remove: an effect, which raises StorageError. now: monotonic seconds.
 
     whole: set when an error of the whole store kept an object; whoever wants to know clears it first.
     """
 
-    def __init__(
-        self, index: LruIndex, effects: Effects, remove: Callable[[str], None], now: Callable[[], float]
-    ) -> None:
-        """remove: an effect, which raises StorageError."""
-        self._index = index
-        self._effects = effects
-        self._remove = remove
-        self._now = now
-        self._refused: dict[str, _Stuck] = {}
-        self._unread: list[str] = []
-        self.whole = False
+    _index: LruIndex
+    _effects: Effects
+    _remove: Callable[[str], None]
+    _now: Callable[[], float]
+    _refused: dict[str, _Stuck] = field(default_factory=dict)
+    _unread: Sequence[str] = ()
+    whole: bool = False
 
     def keep(self, write: Write) -> int:
         """Put the victims of a write that were not removed back into the index. Returns how many."""
@@ -77,49 +77,39 @@ class StuckObjects:
         self._index.pin(entry, STUCK)
         self._note(victim, error)
 
-    def note(self, names: Sequence[str], failed: Mapping[int, StorageError]) -> None:
+    def note(self, failed: Mapping[str, StorageError]) -> None:
         """Count bad objects, which are in no index any more, and whose files cannot be moved or removed."""
-        for position, error in failed.items():
-            self._note(Victim(names[position], 0), error)
+        for name, error in failed.items():
+            self._note(Victim(name, 0), error)
 
     def _note(self, victim: Victim, error: StorageError) -> None:
         if not self._refused:
             log.warning("an object cannot be removed and is set aside", problem=str(error), action=ACTION)
         self._refused[victim.name] = _Stuck(self._now(), victim.nbytes, str(error))
 
-    def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[None]:
-        """Remove objects that have just left the index, in the background."""
+    def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[int]:
+        """Remove objects that have just left the index, in the background. The result: how many are still stored."""
         names, ended = [victim.name for victim in victims], functools.partial(self._ended, victims)
         return self._effects.begin(names, self._remove, ended, after=after)
 
-    def removed(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[int]:
-        """The same; its result says how many of them are still stored."""
-        task = self.remove(victims, after)
-
-        async def ended() -> int:
-            await asyncio.shield(task)
-            return sum(victim.name in self._index or victim.name in self._refused for victim in victims)
-
-        return asyncio.ensure_future(ended())
-
-    def bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
-        """Remove bad objects that fit (`note`). The result says how many are still stored."""
-        busy, refused = self._effects.busy, self._refused
-        left = [Victim(name, 0) for name, one in refused.items() if not one.nbytes and name not in busy and fits(name)]
-        return self.removed(left)
+    def remove_bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
+        """The same of bad objects that fit (`note`)."""
+        bad = [name for name, one in self._refused.items() if not one.nbytes and name not in self._effects.busy]
+        return self.remove([Victim(name, 0) for name in bad if fits(name)])
 
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""
         if victims := self._due(self._effects.busy):
             self.remove(victims)
 
-    def _ended(self, victims: Sequence[Victim], failed: Mapping[int, StorageError]) -> None:
-        """The removal of these objects has ended. failed: by position, for those that are still there."""
-        for position, victim in enumerate(victims):
-            if position in failed:
-                self._keep(victim, failed[position])
-            elif self._refused:
+    def _ended(self, victims: Sequence[Victim], failed: Mapping[str, StorageError]) -> int:
+        """The removal of these objects has ended. failed: by name, for those that are still there."""
+        for victim in victims:
+            if (error := failed.get(victim.name)) is not None:
+                self._keep(victim, error)
+            else:
                 self._refused.pop(victim.name, None)
+        return len(failed)
 
     def _due(self, busy: Container[str]) -> list[Victim]:
         """Objects to try again now; they leave the index. busy: names that something else changes."""
@@ -142,7 +132,7 @@ class StuckObjects:
     def opened(self, refused: Sequence[str]) -> None:
         """The store was opened anew. refused: why a directory or file was left alone."""
         self._refused.clear()
-        self._unread = list(refused)
+        self._unread = refused
         if refused:
             log.warning("what cannot be read is left alone", members=len(refused), first=refused[0], action=ACTION)
 

@@ -55,7 +55,6 @@ class RankPort(Protocol):
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         """How many leading keys the rank could load from keyed storage. Raises StorageError."""
-        ...
 
 
 class Transfer(Protocol):
@@ -74,24 +73,19 @@ class Transfer(Protocol):
     @property
     def remaining_s(self) -> float:
         """Seconds until the task's deadline; may be negative."""
-        ...
 
     @property
     def stopped(self) -> bool:
         """Whether the task has been stopped."""
-        ...
 
     async def race(self, future: asyncio.Future[Any]) -> bool:
         """Wait until `future` is done (True) or the task is stopped (False). Never cancels `future`."""
-        ...
 
     async def by_keys(self, keys: Sequence[str]) -> RankOutcome:
         """Move the blocks through keyed storage, with checksums, pipelined, in staging. keys[i] names blocks[i]."""
-        ...
 
     def ended(self, moved: int, error: TransferError | None, storage_s: float) -> RankOutcome:
         """The outcome after the first `moved` blocks were moved."""
-        ...
 
 
 class TokenStorage(abc.ABC):

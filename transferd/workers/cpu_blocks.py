@@ -141,15 +141,15 @@ class CpuMemory:
 
     def blocks(self, share: Share) -> CpuBlocks | None:
         """A task's blocks, or None if the CPU cannot address them, or the extension cannot copy and check them."""
-        context = self._context
-        if not ((share.on_host or context.device.addressable) and context.format.checked_bytes):
+        context, on_host = self._context, share.on_host
+        if not ((on_host or context.device.addressable) and context.format.checked_bytes):
             return None
-        memory = self._memory.get(share.on_host)
+        memory = self._memory.get(on_host)
         if memory is None or memory.arena is not share.arena:
             layout = context.layout
             ends = [nbytes for _, nbytes in layout.part_ends]
             memory = BlockMemory(share.arena, layout.packed(1, context.format.slot_bytes), ends)
-            self._memory[share.on_host] = memory
+            self._memory[on_host] = memory
         return None if memory.native is None else CpuBlocks(share, memory)
 
 
@@ -182,17 +182,6 @@ class CpuBlocks:
         native = _inplace.lend_blocks(self._memory.native, self.loan, numbers, footers, part, list(states))
         return Lent(native, range(len(positions)))
 
-    def fill(self, positions: Sequence[int]) -> BlockFill:
-        """Return a Fill (storage/base.py) that makes the objects of these blocks."""
-        return BlockFill(self, positions)
-
-    def drain(self, positions: Sequence[int], part: int = -1, states: Sequence[bytearray] = ()) -> BlockDrain:
-        """Return a Drainer that takes the objects of these blocks, or one part of each.
-
-        states: with a part, what `new_state` has returned for each block.
-        """
-        return BlockDrain(self, positions, part, states)
-
     def inspection(self, position: int) -> Inspection:
         """Of the object of this block."""
         share = self._share
@@ -216,7 +205,7 @@ class CpuBlocks:
 
     async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
         """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
-        share, fill = self._share, self.fill(positions)
+        share, fill = self._share, BlockFill(self, positions)
         slots = share.context.staging.views(lease)
 
         def collect() -> None:
@@ -231,7 +220,7 @@ class CpuBlocks:
         For each index: None if the block holds the object; otherwise why not. Indices that are absent were not copied:
         the task was stopped first, or another process wrote to the block meanwhile. Raises TransferError.
         """
-        share, drain, slots = self._share, self.drain(positions), self._share.context.staging.views(lease)
+        share, drain, slots = self._share, BlockDrain(self, positions), self._share.context.staging.views(lease)
         taken = [False] * len(at)
 
         def copy() -> None:
@@ -278,12 +267,15 @@ class BlockFill:
 class BlockDrain:
     """Takes the objects of some blocks, or one part of each. See storage.base.Drainer.
 
+    states: with a part, what `new_state` has returned for each block.
     damages: by item, the damage of each object that had a bad footer.
     """
 
     __slots__ = ("_blocks", "damages", "lent", "positions")
 
-    def __init__(self, blocks: CpuBlocks, positions: Sequence[int], part: int, states: Sequence[bytearray]) -> None:
+    def __init__(
+        self, blocks: CpuBlocks, positions: Sequence[int], part: int = -1, states: Sequence[bytearray] = ()
+    ) -> None:
         self.damages: dict[int, Damage] = {}
         self.positions = positions
         self.lent = blocks.lend(positions, part, states)

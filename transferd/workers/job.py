@@ -149,7 +149,7 @@ class Job:
     @property
     def shrunk(self) -> bool:
         """Whether an object of one of its uses was evicted, or found no room."""
-        return any(use.shrunk for _, use in self.runs)
+        return self.use.shrunk if len(self.runs) == 1 else any(use.shrunk for _, use in self.runs)
 
     def by_run(self, names: Sequence[str], ask: Callable[[Sequence[str], Use], list[bool] | None]) -> list[bool] | None:
         """Ask about the names of all blocks, those of each chain with its use. None if one answer is None."""
@@ -331,10 +331,10 @@ class Share:
 
         When this returns or raises, none of them runs any more. So a stop waits for at most so many.
         """
-        under_way: deque[asyncio.Task[bool]] = deque()
+        under_way: deque[asyncio.Future[bool]] = deque()
         try:
             for work in works:
-                under_way.append(self.context.background.spawn(work))
+                under_way.append(self.context.background.begin(work))
                 if (len(under_way) == most and not await under_way.popleft()) or self.stopped is not None:
                     break
             while under_way:

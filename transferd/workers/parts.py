@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transferd.blocks.formats import Damage
-from transferd.storage.base import Found, PartItem, Source, slots_for
+from transferd.storage.base import Found, Source, slots_for
 from transferd.storage.lru import Use
-from transferd.workers.cpu_blocks import CpuBlocks
+from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks
 from transferd.workers.job import Share
 
 CONSUMER = "read"  # of staging
@@ -74,8 +74,8 @@ class PartLoad:
         share, source = self.share, self.source
         items = share.items(positions)
         span = self.blocks.span(part)
-        parts = [PartItem.of(item, span, self._again if part else item.use) for item in items]
-        drain = self.blocks.drain(positions, part, [self._states[position] for position in positions])
+        parts = [item._replace(span=span, use=self._again if part else item.use) for item in items]
+        drain = BlockDrain(self.blocks, positions, part, [self._states[position] for position in positions])
         needed = slots_for(source, [item.name for item in items])
         lease, slots = await share.for_call(CONSUMER, "load a part in place", len(positions), needed)
         if share.stopped is not None:

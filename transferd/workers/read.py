@@ -129,7 +129,7 @@ class Reader:
         if stored is None:  # the source has no index: ask it
             levels = source.levels
             exists = source.exists if levels is None else levels.exists_now
-            asked = self._context.background.spawn(exists(share.names))
+            asked = self._context.background.begin(exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
@@ -190,7 +190,7 @@ class _Load:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
         share, source, blocks, positions = self.share, self.source, self.blocks, self.positions
         assert blocks is not None
-        items, drain = share.items(positions), blocks.drain(positions)
+        items, drain = share.items(positions), BlockDrain(blocks, positions)
         needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
         lease, slots = await share.for_call(CONSUMER, "load in place", len(positions), needed)
         if share.stopped is not None:

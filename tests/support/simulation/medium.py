@@ -20,7 +20,7 @@ from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.storage.base import Drainer, Fill, Outcome, Take
 from transferd.storage.batch import Damaged
-from transferd.storage.directory import FileState, ObjectDirectory
+from transferd.storage.directory import ObjectDirectory
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.found import FoundObjects
@@ -243,9 +243,9 @@ class SimDirectory(ObjectDirectory):
             raise Damaged(self._translated("read", _error(self.medium), 0, str(self._root)))
         return super().read(name, slot, take)
 
-    def holds(self, name: str, nbytes: int) -> FileState:
+    def missing(self, name: str, nbytes: int) -> str:
         self._answers("find", changes=False)
-        return super().holds(name, nbytes)
+        return super().missing(name, nbytes)
 
     def remove(self, name: str, *, keep: bool = False) -> None:
         self._answers("remove")

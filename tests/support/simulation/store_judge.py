@@ -103,7 +103,7 @@ class Judge:
     def reads(self, key: str) -> bool:
         """Whether an object is being read on a disk now."""
         disks = [medium.disk for medium in self.media if self.plain and medium.disk is not None]
-        return any(disk._traffic.reads(self.names[key]) for disk in disks)
+        return any(disk._traffic.reads.has(self.names[key]) for disk in disks)
 
     def forget(self, key: str) -> None:
         """Nothing was promised of this object any more."""

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
 from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
-from transferd.storage.examine import READ_FLAGS
 from transferd.storage.file_io import load_warm
+from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 

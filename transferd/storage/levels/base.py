@@ -127,7 +127,7 @@ class Levels(abc.ABC):
         """How many slots at a time an in-place load of these uses, at most `Storage.slots_at_once`. Without I/O."""
 
     @abc.abstractmethod
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
+    def quarantine_at(self, name: str, level: int) -> Awaitable[object]:
         """`Storage.quarantine` for the copy that one level has delivered (`Outcome.level`)."""
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
-from transferd.storage.keeping import Keeper, ManyKeepers, PinState, check_pins
+from transferd.storage.keeping import Keeper, PinState, check_pins
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.proving import Proving
 from transferd.storage.lru import Use
@@ -20,7 +20,7 @@ from transferd.wire.answers import Purged
 COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 
 
-class LevelsKeeper(ManyKeepers):
+class LevelsKeeper(Keeper):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
     def __init__(self, parts: StackParts, proving: Proving) -> None:

@@ -82,7 +82,7 @@ class StackParts:
         if self._withdrawing:
             await asyncio.wait(set(self._withdrawing))
 
-    def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[None]:
+    def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[object]:
         """Begin a quarantine now: a level with an index has dropped the object when this returns."""
         level.unsettle(name)
         future = asyncio.ensure_future(level.storage.quarantine(name))

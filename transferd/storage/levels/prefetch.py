@@ -77,7 +77,7 @@ class StackPrefetcher(Prefetcher):
     def __init__(
         self,
         parts: StackParts,
-        quarantine_at: Callable[[str, int], Awaitable[None]],
+        quarantine_at: Callable[[str, int], Awaitable[object]],
     ) -> None:
         self.levels = [level.name for level in parts.levels]
         self.carry = Carry([level.storage for level in parts.levels])

@@ -156,9 +156,9 @@ class Promotions:
         born: int,
     ) -> None:
         above = [
-            Item(name, nbytes, source.use_of(name, use), depth)
-            for name, nbytes, use, depth in [items[i] for i in fresh]
-            if use is not None
+            Item(item.name, item.nbytes, source.use_of(item.name, item.use), item.depth)
+            for item in [items[i] for i in fresh]
+            if item.use is not None
         ]
         try:
             outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))

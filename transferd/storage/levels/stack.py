@@ -32,7 +32,6 @@ from transferd.storage.base import (
     Found,
     Index,
     Item,
-    Noted,
     Outcome,
     PoolNode,
     Storage,
@@ -53,6 +52,7 @@ from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import Carry, WriteBack
 from transferd.storage.lru import Use
+from transferd.storage.queues import Noted
 from transferd.storage.selection import Selection
 from transferd.tasks import LevelChange
 from transferd.tiers.base import HostMemory
@@ -161,10 +161,6 @@ class LevelsStorage(Storage, Index, Levels):
             level.storage.reconfigure(storage)
             level.configure(storage.level.get(level.name, LevelSection()))
         self._storing.configured()
-
-    @property
-    def index(self) -> Index:
-        return self
 
     @functools.cached_property
     def keeper(self) -> LevelsKeeper:
@@ -390,21 +386,18 @@ class LevelsStorage(Storage, Index, Levels):
 
     # --- damage -------------------------------------------------------------------------------------
 
-    def quarantine(self, name: str) -> Awaitable[None]:
+    def quarantine(self, name: str) -> Awaitable[object]:
         """In all levels, because the damaged copy's level is not known."""
-        return self._all([self.quarantine_at(name, level.number) for level in self.all_levels])
+        return every([self.quarantine_at(name, level.number) for level in self.all_levels])
 
-    async def _all(self, works: Sequence[Awaitable[None]]) -> None:
-        await every(works)
-
-    def quarantine_at(self, name: str, level: int) -> Awaitable[None]:
+    def quarantine_at(self, name: str, level: int) -> Awaitable[object]:
         """Only in this level, and in the level with a copy of its copy."""
         at = self.all_levels[level]
         self._parts.fences.damaged(name, level)
         works = [self._parts.put_aside(at, name)]
         if (above := self._promotions.damaged(name, at)) is not None:
             works.append(self._parts.put_aside(above, name))
-        return self._all(works)
+        return every(works)
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         return await self.keeper.purge_shared(selection, dry_run=dry_run)

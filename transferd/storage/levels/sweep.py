@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 from transferd.runtime.aio import Paced, in_turns
@@ -28,6 +28,7 @@ from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.write_back import BATCH, GIVE_WAY_S, WriteBack
 from transferd.storage.lru import Use
+from transferd.storage.queues import EVICTED, STORED
 
 EVERY_S = 60.0
 MOST = 2**17  # names that are remembered for each level; beyond, the oldest are forgotten
@@ -53,7 +54,7 @@ class Sweep:
             self._sweeps[back] = sweep = Paced(functools.partial(self._sweep, back), EVERY_S)
             sweep.soon()  # of nothing: the next one comes an interval later
             if back.level.known:
-                back.level.storage.index.tell_losses(functools.partial(self._lost, back))
+                back.level.storage.index.observe(functools.partial(self._noted, back))
             else:
                 self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
 
@@ -122,9 +123,9 @@ class Sweep:
             lacking.popitem(last=False)
         self._sweeps[back].soon()
 
-    def _lost(self, back: WriteBack, name: str) -> None:
-        """An object has left a level that knows its objects, and was not evicted."""
-        if self._parts.source(back.level, name) is None:
+    def _noted(self, back: WriteBack, name: str, what: str, _: Hashable) -> None:
+        """An object has come to, or left, a level that knows its objects."""
+        if what in (STORED, EVICTED) or self._parts.source(back.level, name) is None:
             return
         purging = self._parts.fences.purging(name)  # perhaps of the copies above, too
         if back.has_leisure and not back.level.out_for_stores and not purging:

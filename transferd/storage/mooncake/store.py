@@ -72,7 +72,6 @@ from transferd.storage.mooncake.loads import Loads
 from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, LeftRunning, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
 from transferd.storage.mooncake.segments import Segments
-from transferd.storage.prober import Prober
 from transferd.storage.selection import Selection, check_shared
 from transferd.storage.suspects import Suspects
 from transferd.tasks import CopiesMade
@@ -130,7 +129,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._calls = NativeCalls(section.timeout)
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval, self._leave_stuck)
         self._stuck: set[Call] = set()  # calls that wait for a thread, or are overdue
-        self._prober = Prober(lambda: self._ask(lambda client: client.exists([PROBE_KEY])), HEARTBEAT_S)
         self._registered: dict[int, int] = {}  # address: length
         self._segments = Segments(section, self._copying_call)
         self._counts: Counter[str] = Counter()
@@ -173,7 +171,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             self._register(self._layouts.address, self._layouts.nbytes)
             with contextlib.suppress(StorageError):  # the next miss looks again
                 await self._layouts.look()
-        self._prober.start()
+        self._breaker.watch(self._beat, HEARTBEAT_S)
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
@@ -195,7 +193,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         """Leave the pool. This freezes the whole process for seconds (client.py), so it comes last."""
         if self._layouts is not None:
             await self._layouts.settled()
-        self._prober.close()
         await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
@@ -216,10 +213,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
-
-    @property
-    def index(self) -> Index:
-        return self
 
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Reports what `report_lost` does not find."""
@@ -550,7 +543,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _doubted(self) -> None:
         with contextlib.suppress(StorageError):  # it has opened the breaker
-            await self._ask(lambda client: client.exists([PROBE_KEY]))
+            await self._beat()
+
+    async def _beat(self) -> None:
+        await self._ask(lambda client: client.exists([PROBE_KEY]))
 
     async def _copying_call(self, work: Callable[[PoolClient], T]) -> T:
         self._breaker.check()
