@@ -57,6 +57,7 @@ CRUMBS = {
     "client.timeline": "engines import it",
     "storage.attention_store.own_blocks": "the guarded copies, apart from the calls of the SDK",
     "storage.quarantine": "one directory with its own bounds, tested alone",
+    "daemon.kv_events.pool_watch": "its caller is the daemon, which owns all feeds",
     "workers.canary": "the daemon's half of the check; its caller is the daemon",
 }
 

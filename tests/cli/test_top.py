@@ -45,7 +45,7 @@ def test_rates_are_the_daemons_and_their_history_is_ours(report: dict[str, Any])
     assert figures.tasks_per_s == [first.tasks_per_s[0], 4.0]
     assert figures.bytes_per_s[-1] == 500.0
     kind = figures.kinds["read"]
-    assert (kind.tasks_per_s, kind.history[-1], kind.p50, kind.p99) == (3.0, 3.0, 0.1, None)
+    assert (kind.tasks_per_s, figures.histories["read"][-1], kind.p50_s, kind.p99_s) == (3.0, 3.0, 0.1, None)
     assert figures.hit_share == 0.75
 
 

@@ -18,20 +18,15 @@ from transferd.wire import protocol as wire
 pytestmark = pytest.mark.one_loop
 
 
-def test_an_act_is_noted_once_it_is_answered_with_all_but_secrets() -> None:
+def test_an_act_is_noted_with_all_but_secrets() -> None:
     now = [10.0]
-    acts, client = Acts(lambda: now[0]), KnownClient(1, 1, 0.0, 0.0, engine_name="e")
-    acts.asked(b"p", 1, client, wire.Pause("trainer", "a secret"))
-    acts.asked(b"p", 2, client, wire.Purge(keys=["a", "b"], older_than=5.0))
-    acts.asked(b"p", 3, client, wire.Purge(dry_run=True))
-    acts.asked(b"p", 4, client, wire.Stats())
-    assert acts.report() == []
+    acts, client = Acts(lambda: now[0]), KnownClient(b"p", 1, 1, 0.0, 0.0, engine_name="e")
     now[0] = 12.0
     with structlog.testing.capture_logs() as lines:
-        acts.answered(b"p", 1)
-        acts.answered(b"p", 2, {"objects": 2, "bytes": 8})
-        acts.answered(b"p", 3, {"objects": 2})
-        acts.answered(b"p", 4, {})
+        acts.done(client, wire.Pause("trainer", "a secret"), None)
+        acts.done(client, wire.Purge(keys=["a", "b"], older_than=5.0), {"objects": 2, "bytes": 8})
+        acts.done(client, wire.Purge(dry_run=True), {"objects": 2})
+        acts.done(client, wire.Stats(), {})
     now[0] = 15.0
     newest, first = acts.report()
     assert (first.what, first.wanted, first.engine, first.ago_s) == ("pause", "", "e", 3.0)
@@ -41,14 +36,8 @@ def test_an_act_is_noted_once_it_is_answered_with_all_but_secrets() -> None:
     assert "a secret" not in str(lines)
 
 
-def test_a_refused_act_and_one_whose_client_left_are_none_and_few_are_kept() -> None:
-    acts, client = Acts(lambda: 0.0), KnownClient(1, 1, 0.0, 0.0)
-    acts.asked(b"p", 1, client, wire.Drain())
-    acts.answered(b"p", 1, refused=True)
-    acts.asked(b"p", 2, client, wire.Drain())
-    acts.left(b"p")
-    acts.answered(b"p", 2)
-    assert acts.report() == []
+def test_few_are_kept() -> None:
+    acts = Acts(lambda: 0.0)
     for number in range(2 * KEPT):
         acts.noted("reload", str(number))
     assert [one.wanted for one in acts.report()][:2] == ["39", "38"]

@@ -612,7 +612,7 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
             for rank in range(2):
                 await cache.offer(second, rank, from_me(engine.handle(rank)), cache.epoch)
         # The first connection is really gone: a client that is there offers again what it sees missing.
-        await until(lambda: not daemon.server._clients, "the first connection is given up")
+        await until(lambda: not daemon.server.clients, "the first connection is given up")
         async with cache._change:  # whatever that has begun is done
             pass
         assert cache.missing == []
@@ -690,7 +690,7 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         offering = asyncio.ensure_future(
             daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
-        await until(lambda: bool(daemon.default.cache._ranks[0].attempts), "the offer is under way")
+        await until(lambda: bool(daemon.default.cache._offering), "the offer is under way")
         daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)

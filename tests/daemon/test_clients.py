@@ -8,6 +8,7 @@ import pytest
 
 from tests.support.named_peers import NamedPeers
 from transferd.daemon.clients import Clients
+from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, Status, TaskResult
 from transferd.wire import protocol as wire
 
@@ -31,7 +32,7 @@ class FullTransport(NamedPeers):
 
 @pytest.fixture
 def clients() -> Clients:
-    made = Clients(FullTransport(), "boot")
+    made = Clients(FullTransport(), "boot", Recorder(capacity=10))
     made.meet(PEER, 0.0)
     return made
 
@@ -48,7 +49,7 @@ def test_a_lost_refusal_of_a_stale_request_begins_none(clients: Clients) -> None
     before = clients[PEER].session
     for seq in range(100):
         clients.refuse_stale(PEER, seq, STALE)
-        clients.tell_of_session(PEER)
+        clients.tell_of_session(clients[PEER])
     assert clients[PEER].session == before
     assert clients.undeliverable == 100
 
@@ -57,9 +58,10 @@ async def test_a_session_of_another_connection_is_over_when_that_client_is_forgo
     """Until then a push of that session, still unread, would run."""
     session = clients[PEER].session
     clients[PEER].welcomed.append(session)
-    await clients.gone(session, but=PEER)
-    await clients.gone(session + 1, but=b"other")
-    waiting = asyncio.ensure_future(clients.gone(session, but=b"other"))
+    other = clients.meet(b"other", 0.0)
+    await clients.gone(session, but=clients[PEER])
+    await clients.gone(session + 1, but=other)
+    waiting = asyncio.ensure_future(clients.gone(session, but=other))
     clients.meet(b"third", 0.0)
     clients.leave(b"third")
     await asyncio.sleep(0)

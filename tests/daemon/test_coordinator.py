@@ -16,6 +16,7 @@ from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import Claim
 from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
@@ -72,8 +73,9 @@ class World:
             lambda: self.said.append("epoch"),
             lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
         )
+        clock = Clock(monotonic=lambda: self.now)
         self.coordinator = Coordinator(
-            self.dispatcher, self.barrier, workers, listeners, clock=Clock(monotonic=lambda: self.now)
+            self.dispatcher, self.barrier, workers, listeners, clock=clock, recorder=Recorder()
         )
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
@@ -280,7 +282,7 @@ async def test_a_waiter_that_gives_up_is_forgotten(world: World) -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert world.coordinator._waiting == []
+    assert world.coordinator._waiting == {}
     world.coordinator.close()
 
 

@@ -60,6 +60,17 @@ def test_a_daemon_without_storage_gives_no_share() -> None:
     held.left(engine("a", 0.0))
 
 
+async def test_an_engine_that_leaves_late_takes_nothing_of_the_next_one_of_its_name() -> None:
+    held = holdings(0.4)
+    before, after = engine("a", 0.4), engine("a", 0.4)
+    held.came(before)
+    held.came(after)
+    held.left(before)
+    assert held.left_over == pytest.approx(0.6)
+    held.left(after)
+    assert held.left_over == 1.0
+
+
 async def test_a_bucket_does_not_know_its_objects_so_it_keeps_none_for_anybody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

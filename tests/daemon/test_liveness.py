@@ -41,13 +41,13 @@ def watching(
     pids: Mapping[bytes, int | None], forget: Callable[[bytes], None], users: Mapping[bytes, int] | None = None
 ) -> Liveness:
     """users: by client, if not root's."""
-    clients = Clients(Processes(pids, users or {}), "boot")
+    clients = Clients(Processes(pids, users or {}), "boot", Recorder(capacity=10))
 
     def left(peer: bytes, _how: str) -> None:
         made.left(peer)
         forget(peer)
 
-    made = Liveness(clients, 1000.0, lambda: 0.0, Recorder(capacity=10), left)
+    made = Liveness(clients, 1000.0, lambda: 0.0, left)
     for peer in pids:
         clients.meet(peer, 0.0)
         made.watch_process(peer)

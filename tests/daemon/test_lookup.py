@@ -17,6 +17,7 @@ from transferd.control.dispatcher import Dispatcher
 from transferd.daemon import lookup as module
 from transferd.daemon.lookup import Lookup
 from transferd.errors import RequestError
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.storage.lru import Use
 from transferd.tasks import TokenIds
@@ -75,7 +76,19 @@ class World:
         given: Any = tokens
         self.levels = {"memory": Levels(), "file": Levels()}
         whole: Any = SimpleNamespace(levels=SimpleNamespace(where=self._where)) if storage else None
-        self.lookup = Lookup(ranks, self.dispatcher, cache, FORMAT, storage=whole, tokens=given, index=lambda: index)
+        feed: Any = SimpleNamespace(up_to_date=lambda: index, not_found=lambda _: None)
+        self.lookup = Lookup(
+            ranks,
+            self.dispatcher,
+            cache,
+            FORMAT,
+            storage=whole,
+            tokens=given,
+            feed=feed,
+            owner=None,
+            pieces=OneATurn(),
+            looked_up=lambda *_: None,
+        )
 
     async def _where(self, names: list[str]) -> dict[str, list[bool]]:
         return {name: [one in level.names for one in names] for name, level in self.levels.items()}

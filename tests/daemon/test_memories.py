@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from transferd.daemon import memories
-from transferd.daemon.memories import FEWEST, MAPS_EACH, MappedBy, check_memories, memories_of, most_memories
+from transferd.daemon.memories import FEWEST, MAPS_EACH, check_memories, memories_of, most_memories
 from transferd.errors import TransferError
 from transferd.tiers.base import DeviceHandle
 
@@ -29,7 +29,7 @@ def test_descriptors_and_maps_both_count(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_user_has_half_of_them_at_most(most: int) -> None:
-    mapped = [MappedBy("a", 5001, 300), MappedBy("b", 5001, 190)]
+    mapped = [(5001, 300), (5001, 190)]
     check_memories(10, "b", 5001, mapped)
     with pytest.raises(TransferError, match="engine 'b' offers 11 more memories, and those of one user") as refused:
         check_memories(11, "b", 5001, mapped)
@@ -38,7 +38,7 @@ def test_one_user_has_half_of_them_at_most(most: int) -> None:
 
 
 def test_all_together_have_a_bound(most: int) -> None:
-    mapped = [MappedBy(str(uid), uid, 240) for uid in range(4)]
+    mapped = [(uid, 240) for uid in range(4)]
     check_memories(40, "a", 9, mapped)
     with pytest.raises(TransferError, match="all engines may have 1000 mapped"):
         check_memories(41, "a", 9, mapped)

@@ -11,6 +11,7 @@ import pytest
 from tests.daemon.test_server import World
 from tests.support.bodies import least, tag_of
 from transferd.daemon import server as module
+from transferd.daemon.clients import KnownClient
 from transferd.daemon.requests import Begin, Requests, held_bytes
 from transferd.tasks import TokenIds
 from transferd.wire import protocol as wire
@@ -25,7 +26,7 @@ def _handled() -> Iterator[type[wire.ControlRequest]]:
 @pytest.mark.parametrize("kind", list(_handled()), ids=tag_of)
 def test_the_method_of_a_request_takes_it_and_nothing_else(kind: type[wire.ControlRequest]) -> None:
     method = getattr(Requests, tag_of(kind))
-    assert list(typing.get_type_hints(method).values())[:2] == [bytes, kind]
+    assert list(typing.get_type_hints(method).values())[:2] == [KnownClient, kind]
 
 
 def test_there_is_no_method_without_a_request() -> None:

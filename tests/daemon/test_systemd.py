@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transferd.daemon.systemd import Notifier, Watchdog
+from transferd.daemon.systemd import Notifier, feed_watchdog
 from transferd.runtime.compat import timeout
 
 
@@ -60,22 +60,21 @@ def test_reloading_carries_the_time_stamp_that_systemd_asks_for(supervisor: sock
 async def test_the_watchdog_is_fed_while_the_daemon_is_alive_and_only_then(supervisor: socket.socket) -> None:
     alive = True
     notifier = Notifier(supervisor.getsockname())
-    watchdog = Watchdog.from_environment(notifier, lambda: alive, {"WATCHDOG_USEC": "20000"})
-    watchdog.start()
+    env = {"WATCHDOG_USEC": "20000"}
+    watchdog = asyncio.ensure_future(feed_watchdog(notifier, lambda: alive, lambda: "serving", env))
     async with timeout(60):
         while len(messages := heard(supervisor)) == 0:  # noqa: ASYNC110 - a datagram socket has no event here
             await asyncio.sleep(0.005)
-    assert set(messages) == {"WATCHDOG=1"}
+    assert set(messages) == {"WATCHDOG=1\nSTATUS=serving"}
     alive = False
     heard(supervisor)
     await asyncio.sleep(0.05)
     assert heard(supervisor) == []
-    watchdog.stop()
+    watchdog.cancel()
 
 
 @pytest.mark.parametrize("env", [{}, {"WATCHDOG_USEC": "0"}, {"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}])
 async def test_without_a_watchdog_of_ours_nothing_is_sent(supervisor: socket.socket, env: dict[str, str]) -> None:
-    watchdog = Watchdog.from_environment(Notifier(supervisor.getsockname()), lambda: True, env)
-    watchdog.start()
-    watchdog.stop()
+    async with timeout(60):
+        await feed_watchdog(Notifier(supervisor.getsockname()), lambda: True, lambda: "serving", env)
     assert heard(supervisor) == []

@@ -98,7 +98,7 @@ def test_a_pool_that_is_not_there_is_one_line_and_exit_1() -> None:
 async def test_something_else_at_the_address_is_not_taken_for_a_master() -> None:
     import asyncio
 
-    server = HttpServer("127.0.0.1:0", {"/health": lambda: Page(b'{"status": "ok"}')})
+    server = HttpServer("127.0.0.1:0", {"/health": lambda _: Page(b'{"status": "ok"}')})
     await server.start()
     with pytest.raises(StorageUnavailable, match=r"does not answer like|no Mooncake master"):
         await asyncio.to_thread(read_status, f"127.0.0.1:{server.port}")

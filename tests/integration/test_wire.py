@@ -193,7 +193,7 @@ async def test_a_pusher_that_vanishes_costs_nothing(daemon: Daemon, client: Clie
     daemon.core.hold = True
     raw.socket.send(wire.encode_request(1, task("orphan"), ack=True))
     await raw.replies(1)
-    pusher = list(daemon.server._clients)[-1]  # the honest client was there before
+    pusher = list(daemon.server.clients)[-1]  # the honest client was there before
     raw.close()
     await until(lambda: _gone(daemon, pusher, "orphan"), within=10)
     assert daemon.server.statistics().undeliverable > 0
@@ -205,7 +205,7 @@ def _gone(daemon: Daemon, peer: bytes, task_id: str) -> bool:
     """Push and finish one more for the vanished peer, until its connection is known to be away."""
     if task_id in daemon.core.held:
         daemon.core.finish(task_id)
-    daemon.server._clients.deliver(peer, 1, TaskResult(task_id=task_id, status=Status.OK))
+    daemon.server.clients.deliver(peer, 1, TaskResult(task_id=task_id, status=Status.OK))
     return bool(daemon.server.statistics().undeliverable)
 
 

@@ -201,7 +201,7 @@ def test_kinds_are_bounded() -> None:
     rate = LogRate(lambda: 0.0)
     for number in range(10 * MOST_KINDS):
         rate.admit(f"kind {number}")
-    assert len(rate._kinds) <= MOST_KINDS + 1
+    assert len(rate._buckets) <= MOST_KINDS + 1
     assert rate.admit("kind 0") == 0
 
 

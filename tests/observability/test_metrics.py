@@ -58,7 +58,7 @@ async def get(port: int, path: str) -> tuple[int, bytes]:
 
 @pytest.fixture
 async def server() -> AsyncIterator[HttpServer]:
-    http = HttpServer("127.0.0.1:0", {"/page": lambda: Page(b"hello")})
+    http = HttpServer("127.0.0.1:0", {"/page": lambda _: Page(b"hello")})
     await http.start()
     yield http
     await http.close()

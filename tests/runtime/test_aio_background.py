@@ -39,17 +39,14 @@ async def test_what_is_answered_needs_no_task_and_all_else_is_kept_until_it_ends
     assert begun.result() == "late"
 
 
-@pytest.mark.parametrize("way", ["spawn", "begin"])
-async def test_an_error_that_nobody_waits_for_any_more_is_not_reported_as_lost(
-    unhandled: list[dict[str, Any]], way: str
-) -> None:
+async def test_an_error_that_nobody_waits_for_any_more_is_not_reported_as_lost(unhandled: list[dict[str, Any]]) -> None:
     background = Background()
 
     async def fails() -> None:
         await asyncio.sleep(0)
         raise InvariantError("the task has its answer already")
 
-    work = background.spawn(fails()) if way == "spawn" else background.begin(fails())
+    work = background.begin(fails())
     await background.settled()
     assert len(background) == 0
     assert work.done()
@@ -69,17 +66,17 @@ async def test_what_is_begun_while_others_settle_is_waited_for_too() -> None:
 
     async def first() -> None:
         await asyncio.sleep(0)
-        background.spawn(second())
+        background.begin(second())
         ended.append("first")
 
-    background.spawn(first())
+    background.begin(first())
     await background.settled()
     assert ended == ["first", "second"]
 
 
 async def test_a_waiter_that_is_cancelled_cancels_no_work() -> None:
     background, gate = Background(), asyncio.Event()
-    work = background.spawn(gate.wait())
+    work = background.begin(gate.wait())
     waiting = asyncio.ensure_future(background.settled())
     await asyncio.sleep(0)
     waiting.cancel()

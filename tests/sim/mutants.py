@@ -67,14 +67,14 @@ MUTANTS = (
     Mutant(
         "open rounds do not learn that a rank died",
         "daemon/coordinator.py",
-        "        self._barrier.rank_died(rank, cause)",
+        "        self.barrier.rank_died(rank, cause)",
         "        pass",
     ),
     Mutant(
         "a late arrival is dropped silently",
         "daemon/coordinator.py",
-        "        if not self._barrier.arrive(job.task.task_id, outcome):",
-        "        if self._barrier.arrive(job.task.task_id, outcome) is None:",
+        "        if not self.barrier.arrive(job.task.task_id, outcome):",
+        "        if self.barrier.arrive(job.task.task_id, outcome) is None:",
     ),
     Mutant(
         "the result of the last rank is lost",
@@ -345,7 +345,7 @@ MUTANTS = (
     Mutant(
         "an alarm that could not be set is forgotten",
         "daemon/coordinator.py",
-        "            self._hear(self._dispatcher.deadline_reached)  # harmless if early",
+        "            self._hear(self.dispatcher.deadline_reached)  # harmless if early",
         "            pass  # harmless if early",
     ),
     Mutant(
@@ -418,15 +418,15 @@ MUTANTS = (
     Mutant(
         "a restore is answered before other clients know its generation",
         "daemon/engines.py",
-        "        await self._make_known(peer, engine, engine.coordinator.generation)\n        return epoch",
+        "        await self._make_known(client.peer, engine, engine.coordinator.generation)\n        return epoch",
         "        return epoch",
         finder="identity",
     ),
     Mutant(
         "silent clients are looked for a hundred times as often",
         "daemon/liveness.py",
-        "        delay = self._timeout / 2",
-        "        delay = self._timeout / 200",
+        "        delay = self.timeout / 2",
+        "        delay = self.timeout / 200",
     ),
     Mutant(
         "a level's old answer is taken for proof",

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from transferd.config import Config
+from transferd.config import Config, ServerSection
 from transferd.daemon.acts import Acts
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.prefetches import EnginePrefetches
-from transferd.daemon.server import Greeting, Server
+from transferd.daemon.server import Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.observability.recorder import Recorder
-from transferd.runtime.clock import Clock
+from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
@@ -132,13 +132,14 @@ class MemoryCore:
         return {"task_id": task_id, "lives": [], "omitted": 0}
 
 
-def serve(transport: ServerTransport, core: MemoryCore, *, max_message: int = 64 * 1024**2, **more: Any) -> Server:
-    """A server in front of a core that is its own cache and look-up. more: of the Server."""
-    clients = Clients(transport, core.boot_id)
+def serve(transport: ServerTransport, core: MemoryCore, *, clock: Clock = SYSTEM_CLOCK, **section: Any) -> Server:
+    """A server in front of a core that is its own cache and look-up. section: of the [server] section."""
+    clients = Clients(transport, core.boot_id, Recorder(capacity=1))
     core.deliver = clients.deliver
-    reports: dict[str, Any] = {"stats": lambda: core.stats(), "explain": core.explain, "listing": core}
+    listing: Any = core
     engines: Any = OneEngine(core)  # plays HostedEngine and Engines at once
-    return Server(clients, engines, greeting=Greeting(max_message=max_message), **reports, **more)
+    server = ServerSection(**section)
+    return Server(clients, engines, listing, server, clock, stats=lambda: core.stats(), explain=core.explain)
 
 
 class OneEngine:
@@ -148,7 +149,8 @@ class OneEngine:
         self.coordinator = self.lookup = self.dispatcher = core
         self.cache = core.cache
         self.block_size = 0
-        self.configured = ""
+        self.configured = self.token = ""
+        self.first_epoch = 1
         self.identity = None
         self.own = self
         self.recorder = Recorder(capacity=1)
@@ -159,35 +161,30 @@ class OneEngine:
     def why_not_ready(self) -> str:
         return self.cache.why
 
-    def join(
-        self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello | None = None
-    ) -> None:
+    def join(self, client: KnownClient, said: wire.Hello) -> None:
         engine: Any = self
-        client.engine, client.engine_name, client.belongs = engine, name or "default", True
+        client.engine, client.engine_name = engine, said.engine or "default"
 
-    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> None:
-        self.join(peer, client, "")
+    def bound(self, client: KnownClient, *, control: bool = False) -> None:
+        self.join(client, wire.Hello())
 
-    async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> None:
-        await self.cache.offer(peer, rank, handle, epoch)
+    async def offer(self, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> None:
+        await self.cache.offer(client.peer, rank, handle, epoch)
 
-    async def restore(self, engine: OneEngine, restore: wire.RestoreCache) -> int:
+    async def restore(self, client: KnownClient, engine: OneEngine, restore: wire.RestoreCache) -> int:
         return await self.cache.restore(restore.generation, same_weights=restore.same_weights)
 
-    async def set_generation(self, peer: bytes, engine: OneEngine, generation: str) -> None:
+    async def set_generation(self, client: KnownClient, engine: OneEngine, generation: str) -> None:
         self.cache.set_generation(generation)
 
     def hold(self, client: KnownClient) -> None:
         """It is there anyway."""
 
-    def leave(self, peer: bytes, client: KnownClient, how: str = "") -> None:
-        self.coordinator.client_gone(peer)
+    def leave(self, client: KnownClient, how: str = "") -> None:
+        self.coordinator.client_gone(client.peer)
 
     async def task_settled(self, name: str, task_id: str) -> None:
         """It moves nothing."""
-
-    def known_to(self, client: KnownClient) -> tuple[int, str, int]:
-        return self.cache.epoch, "", 1
 
 
 class MemoryCache:

@@ -30,10 +30,8 @@ def tasks(
     engine: EngineOption = "",
 ) -> None:
     """List tasks and where their time goes. `transferd explain` shows one task in detail."""
-    chosen: list[Which] = []
-    chosen += ["running"] if running else []
-    chosen += ["slow"] if slow else []
-    chosen += ["failed"] if failed else []
+    given: dict[Which, bool] = {"running": running, "slow": slow, "failed": failed}
+    chosen = [which for which, wanted in given.items() if wanted]
     if len(chosen) > 1:
         raise ConfigError("tasks", f"choose one of --{' and --'.join(chosen)}")
     which: Which = chosen[0] if chosen else "recent"

@@ -160,7 +160,7 @@ def verify(
 
     from transferd import config as configuration
     from transferd.cli.terminal import stdout
-    from transferd.cli.verify import together, verify_with_progress
+    from transferd.cli.verify import verify_with_progress
 
     if path is None:
         from transferd.storage.registry import backends_of
@@ -172,7 +172,7 @@ def verify(
             raise ConfigError("storage.backend", "verify supports only the file backend", effective.storage.title)
     else:
         paths = [str(path)]
-    report = together([verify_with_progress(one, Console(stderr=True), quarantine=quarantine) for one in paths])
+    report = verify_with_progress(*paths, console=Console(stderr=True), quarantine=quarantine)
     show(format_, report.tree(), lambda: report.print(stdout()))
     raise typer.Exit(INTERRUPTED if report.interrupted else 0 if report.good else 1)
 

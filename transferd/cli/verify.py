@@ -9,8 +9,8 @@ damaged objects aside changes the store, so it requires that no daemon is using 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,19 +58,8 @@ class VerifyReport:
         return not self.damage and not self.errors and not self.interrupted
 
     def tree(self) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "objects": self.objects,
-            "bytes": self.bytes,
-            "damaged": self.damaged,
-            "damage": dict(self.damage),
-            "bad": [bad._asdict() for bad in self.bad],
-            "unsealed": self.unsealed,
-            "quarantined": self.quarantined,
-            "errors": self.errors,
-            "seconds": self.seconds,
-            "interrupted": self.interrupted,
-        }
+        plain = {"damaged": self.damaged, "damage": dict(self.damage), "bad": [bad._asdict() for bad in self.bad]}
+        return asdict(self) | plain
 
     def print(self, console: Console) -> None:
         for name, file, damage in self.bad:
@@ -94,15 +83,25 @@ class VerifyReport:
         )
 
 
-def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
-    """Check every object below `path`. progress: called with the bytes of each piece.
+def verify(*paths: str, quarantine: bool = False, progress: Callable[[int], None] = lambda _: None) -> VerifyReport:
+    """Check every object below the paths. progress: called with the bytes of each piece.
 
     Raises ConfigError if there is no store, and with `quarantine` if a daemon is using it.
     """
+    report, began = VerifyReport(", ".join(paths)), SYSTEM_CLOCK.monotonic()
+    try:
+        for path in paths:
+            _verify(report, path, progress, quarantine=quarantine)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    report.seconds = SYSTEM_CLOCK.monotonic() - began
+    return report
+
+
+def _verify(report: VerifyReport, path: str, progress: Callable[[int], None], *, quarantine: bool) -> None:
     if not (Path(path) / "objects").is_dir():
         raise ConfigError("storage.file.path", "the directory contains no store", path)
     directory = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK)
-    report, began = VerifyReport(path), SYSTEM_CLOCK.monotonic()
     if quarantine:
         directory.open()
     try:
@@ -122,41 +121,20 @@ def verify(path: str, *, quarantine: bool = False, progress: Callable[[int], Non
                 _count(report, examination, where)
     except OSError as error:
         report.errors.append(str(error))
-    except KeyboardInterrupt:
-        report.interrupted = True
     finally:
         directory.close()
-    report.seconds = SYSTEM_CLOCK.monotonic() - began
-    return report
 
 
-def verify_with_progress(path: str, console: Console, *, quarantine: bool = False) -> VerifyReport:
+def verify_with_progress(*paths: str, console: Console, quarantine: bool = False) -> VerifyReport:
     """`verify`, with a progress bar on a terminal."""
     if not console.is_terminal:
-        return verify(path, quarantine=quarantine)
-    objects = ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK).objects(str)
-    total = sum(status.st_size for _, status in objects)
+        return verify(*paths, quarantine=quarantine)
+    stores = [ObjectDirectory(Path(path), fsync=False, clock=SYSTEM_CLOCK) for path in paths]
+    total = sum(status.st_size for store in stores for _, status in store.objects(str))
     columns = TextColumn("verify"), BarColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("verify", total=total)
-        return verify(path, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
-
-
-def together(reports: Sequence[VerifyReport]) -> VerifyReport:
-    """The reports of several stores as one."""
-    first, *others = reports
-    for one in others:
-        first.path += f", {one.path}"
-        first.objects += one.objects
-        first.bytes += one.bytes
-        first.unsealed += one.unsealed
-        first.quarantined += one.quarantined
-        first.seconds += one.seconds
-        first.damage += one.damage
-        first.bad += one.bad
-        first.errors += one.errors
-        first.interrupted |= one.interrupted
-    return first
+        return verify(*paths, quarantine=quarantine, progress=lambda nbytes: bar.advance(task, nbytes))
 
 
 def _count(report: VerifyReport, examination: Examination, where: str) -> None:

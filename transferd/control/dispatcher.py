@@ -55,9 +55,6 @@ from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Merged, Status, St
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
-ADMITTED = {lane: f"admitted: {lane}" for lane in Lane}  # steps of the flight recorder, made once
-DONE = {status: f"done: {status}" for status in Status}
-
 
 @dataclass(frozen=True, slots=True)
 class DispatchStatistics:
@@ -310,7 +307,7 @@ class Dispatcher:
         record.claim = self.hazards.enter(record, footprint, record.arguments)
         self.records[task_id] = record
         self._waits.setdefault(client, {})[task_id] = record
-        self._recorder.admitted(task_id, ADMITTED[record.lane], blocks, client)
+        self._recorder.admitted(task_id, str(record.lane), blocks, client)
         assert record.task is not None
         self._set_alarm(self._now + record.task.timeout, record)
         self._lanes.enter(record)
@@ -360,7 +357,7 @@ class Dispatcher:
             self._finish_early(record, Status.FAILED, hollow)
             return
         self._move(record, State.RUNNING)
-        self._recorder.step(record.task_id, "started", -1, 0)
+        self._recorder.note(record.task_id, "started")
         self._out.append(do.Start(record.task, record.generation, record.admitted_at))
 
     @event
@@ -570,7 +567,7 @@ class Dispatcher:
             not_admitted=merged.not_admitted,
         )
         self._statuses[status] += 1
-        self._recorder.step(task_id, DONE[status], -1, len(merged.block_ids))
+        self._recorder.note(task_id, "done", str(status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:

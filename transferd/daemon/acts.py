@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import structlog
@@ -35,14 +35,6 @@ ACTS: dict[type, str] = {
 UNSAID = ("holder", "proof", "detail", "type")  # fields of requests that say nothing about the act
 
 
-class Asked(NamedTuple):
-    """An act that a client has asked for."""
-
-    what: str
-    wanted: dict[str, Any]
-    report: ActReport
-
-
 class Acts:
     """One for the daemon. now: monotonic seconds.
 
@@ -53,12 +45,11 @@ class Acts:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._kept: deque[tuple[float, ActReport]] = deque(maxlen=KEPT)
-        self._asked: dict[tuple[bytes, int], Asked] = {}
         self.reload_refused = ""
         self.would_not_start: Callable[[], str] = str
 
-    def asked(self, peer: bytes, seq: int, client: KnownClient, body: Any) -> None:
-        """Remember who has asked for this, if it is an act, until it is answered."""
+    def done(self, client: KnownClient, body: Any, value: Any) -> None:
+        """Note what a client has asked for, if it is an act. value: the answer."""
         what = ACTS.get(type(body))
         if what is None or getattr(body, "dry_run", False):
             return
@@ -66,27 +57,15 @@ class Acts:
         wanted = {name: len(value) if isinstance(value, list) else value for name, value in fields.items()}
         wanted = {name: value for name, value in wanted.items() if value not in (None, "")}
         words = ", ".join(f"{name} {value}" for name, value in wanted.items())
-        report = ActReport(what, words, client.engine_name, *client.who, peer.decode(), 0.0)
-        self._asked[peer, seq] = Asked(what, wanted, report)
-
-    def answered(self, peer: bytes, seq: int, value: Any = None, *, refused: bool = False) -> None:
-        """Note the act that this answers, if it was one. value: the answer."""
-        one = self._asked.pop((peer, seq), None)
-        if one is None or refused:
-            return
         found = value if isinstance(value, dict) else {}
-        by = {"uid": one.report.uid, "pid": one.report.pid, "client": one.report.client}
-        log.info("act", act=one.what, engine=one.report.engine, by=by, wanted=one.wanted, **found)
-        self._kept.append((self._now(), one.report))
+        (uid, pid), name = client.who, client.peer.decode()
+        by = {"uid": uid, "pid": pid, "client": name}
+        log.info("act", act=what, engine=client.engine_name, by=by, wanted=wanted, **found)
+        self._kept.append((self._now(), ActReport(what, words, client.engine_name, uid, pid, name)))
 
     def noted(self, what: str, wanted: str) -> None:
         """Note an act that no client has asked for."""
         self._kept.append((self._now(), ActReport(what, wanted)))
-
-    def left(self, peer: bytes) -> None:
-        """Forget what a client that is gone has asked for: it is cancelled."""
-        for key in [key for key in self._asked if key[0] == peer]:
-            del self._asked[key]
 
     def report(self) -> list[ActReport]:
         """The last acts, the newest first."""

@@ -37,12 +37,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import structlog
 
@@ -68,6 +66,8 @@ from transferd.workers.rank import RankWorker
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 MOST_CLOSED = 16_384  # closed generations that are remembered, the newest
 AGAIN_S = 10.0  # between tries to make lost memory anew
 CLEARED = ErrorInfo("cleared", "the cache was cleared; call restore_cache to re-create it")
@@ -82,63 +82,50 @@ class _MappedOffer:
     owner: Owner
     peer: Sequence[int | None]  # [uid, pid] of the client, read from its socket
 
-    def is_from(self, client: bytes, owner: Owner, peer: Sequence[int | None]) -> bool:
-        """Whether another offer comes from the same client, or from the same process on another connection."""
-        return self.client == client or (self.owner == owner and tuple(self.peer) == tuple(peer) and None not in peer)
-
-
-@dataclass(slots=True, eq=False)
-class _Attempt:
-    """An offer that is being mapped; its client may be lost meanwhile."""
-
-    client: bytes
-    gone: bool = False
+    def is_from(self, other: _MappedOffer) -> bool:
+        """Whether another offer came from the same client, or from the same process on another connection."""
+        same_process = self.owner == other.owner and tuple(self.peer) == tuple(other.peer) and None not in self.peer
+        return self.client == other.client or same_process
 
 
 @dataclass(slots=True, eq=False)
 class _RankMemory:
     """One rank's memory."""
 
+    number: int
     worker: RankWorker
     present: bool = False
     offer: _MappedOffer | None = None
-    attempts: list[_Attempt] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class CacheMemory:
-    """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time."""
+    """Opens, maps, clears and restores every rank's memory. Changed on the loop only, one change at a time.
 
-    def __init__(
-        self,
-        workers: Sequence[RankWorker],
-        core: Coordinator,
-        creator: Creator,
-        *,
-        tokens: TokenStorage | None = None,
-        next_generation: Callable[[], str] | None = None,
-        epochs: Iterator[int] | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """tokens: token-indexed storage, if any, which must become ready once every rank has memory.
+    tokens: token-indexed storage, if any, which must become ready once every rank has memory.
+    next_generation: returns the generation to restore if the request names none.
+    epochs: always rising; shared by all engines.
+    """
 
-        next_generation: the generation to restore if the request names none; None for the current one.
-        """
-        self._tokens = tokens
-        self._next_generation = next_generation
-        self.creator = creator
-        self._epochs = itertools.count(1) if epochs is None else epochs  # always rising; shared by all engines
-        self.epoch = next(self._epochs)
-        self.cleared = False
-        self._cleared_by = CLEARED
-        self._core = core
-        core.withdraws = self.lost
-        self._ranks = [_RankMemory(worker) for worker in workers]
+    workers: Sequence[RankWorker]
+    core: Coordinator
+    creator: Creator
+    tokens: TokenStorage | None
+    next_generation: Callable[[], str]
+    epochs: Iterator[int]
+    now: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.epoch = next(self.epochs)
+        self.cleared: ErrorInfo | None = None  # why the cache has no memory, and waits for `restore`
+        self.core.withdraws = self.lost
+        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(self.workers)]
+        self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(workers), core.mappings, now)
+        self._mappings = Mappings(len(self.workers), self.core.mappings, self.now)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
-        self._closed = False
         self._closing = asyncio.Event()
         self._closed_generations: dict[str, None] = {}  # the oldest first
 
@@ -147,7 +134,7 @@ class CacheMemory:
     @property
     def missing(self) -> list[int]:
         """Ranks that have no memory."""
-        return [number for number, rank in enumerate(self._ranks) if not rank.present]
+        return [rank.number for rank in self._ranks if not rank.present]
 
     @property
     def unattached(self) -> tuple[list[int], float]:
@@ -158,7 +145,7 @@ class CacheMemory:
     def why(self) -> str:
         """Why memory prevents readiness; "" when every rank has its memory."""
         if self.cleared:
-            return self._cleared_by.message
+            return self.cleared.message
         if not self._started:
             return "the daemon is starting"
         if not self.missing:
@@ -170,7 +157,7 @@ class CacheMemory:
         return CacheReport(
             creator=str(self.creator),
             epoch=self.epoch,
-            cleared=self.cleared,
+            cleared=self.cleared is not None,
             missing=self.missing,
             owners=[None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
             **self._mappings.statistics(),
@@ -194,7 +181,6 @@ class CacheMemory:
 
     async def close(self) -> None:
         """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
-        self._closed = True
         self._closing.set()
         self._host_memory.set()
         if self._changes:
@@ -202,11 +188,11 @@ class CacheMemory:
 
     async def _announce(self) -> None:
         """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
-        if not self._started or self.missing or self.cleared or self._closed:
+        if not self._started or self.missing or self.cleared or self._closing.is_set():
             return
-        if self._tokens is not None:
-            await self._tokens.ready()
-        self._core.announce_ready()
+        if self.tokens is not None:
+            await self.tokens.ready()
+        self.core.announce_ready()
 
     # --- sharing ------------------------------------------------------------------------------------
 
@@ -231,7 +217,7 @@ class CacheMemory:
 
     def memories(self, rank: int | None = None) -> int:
         """How many memories of engines are mapped, of one rank or of all."""
-        offers = [one.offer for number, one in enumerate(self._ranks) if rank in (None, number)]
+        offers = [one.offer for one in self._ranks if rank in (None, one.number)]
         return sum(memories_of(offer.handle) for offer in offers if offer is not None)
 
     def detach(self, client: bytes, rank: int) -> None:
@@ -247,17 +233,15 @@ class CacheMemory:
         """
         data, canary = taken_from(handle.data)
         offered = DeviceHandle(handle.kind, data)
-        answer: str | None = await self._finished(self._offer(client, self._rank(rank), rank, offered, epoch, canary))
-        return answer
+        return await self._finished(self._offer(client, self._rank(rank), offered, epoch, canary))
 
     async def _offer(
-        self, client: bytes, rank: _RankMemory, number: int, handle: DeviceHandle, epoch: int, canary: Canary | None
+        self, client: bytes, rank: _RankMemory, handle: DeviceHandle, epoch: int, canary: Canary | None
     ) -> str | None:
         if self.creator is Creator.DAEMON:
             what = "the daemon creates the cache here (cache.ownership); attach to it"
             raise RequestError(what, code="not_attachable")
-        attempt = _Attempt(client)
-        rank.attempts.append(attempt)
+        self._offering.append(client)
         try:
             if canary is not None:
                 await self._host_memory.wait()  # its block is read into staging
@@ -269,84 +253,71 @@ class CacheMemory:
                 peer = handle.data.get(PEER, (None, None))
                 owner = check_owner(handle.data.get("owner"))
                 check_user(owner, peer[0])
-                handle = await self._resolved(rank, number, handle)
-                if rank.offer is not None and await self._is_repeated(rank, number, client, handle, owner, peer):
+                handle = await self._resolved(rank, handle)
+                kept = DeviceHandle(handle.kind, {k: v for k, v in handle.data.items() if k not in (PEER, PASSED)})
+                offer = _MappedOffer(client, kept, owner, peer)
+                if rank.offer is not None and await self._is_repeated(rank, rank.offer, offer):
                     return None
                 await rank.worker.open_device(handle)
                 if canary is not None:
                     try:
                         await check_canary(rank.worker.context, canary)
                     finally:
-                        await self._given_up(number, rank.worker.close_device())
+                        await self._given_up(rank, rank.worker.close_device())
                     return CHECKED
-                handle = DeviceHandle(handle.kind, {k: v for k, v in handle.data.items() if k not in (PEER, PASSED)})
-                rank.offer, rank.present = _MappedOffer(client, handle, owner, peer), True
-                self._mappings.offer(number, DeviceHandle(handle.kind, memory_named(handle.data)))
-                log.info("memory attached", engine=self._core.engine, rank=number, kind=handle.kind, pid=owner.pid)
+                rank.offer, rank.present = offer, True
+                self._mappings.offer(rank.number, DeviceHandle(kept.kind, memory_named(kept.data)))
+                log.info("memory attached", engine=self.core.engine, rank=rank.number, kind=kept.kind, pid=owner.pid)
                 try:
                     await self._announce()
                 except TransferError:
-                    rank.offer, rank.present = None, False
-                    self._mappings.withdraw(number)
-                    await self._given_up(number, rank.worker.close_device())
+                    await self._withdraw([rank])
                     raise
                 return None
         finally:
-            rank.attempts.remove(attempt)
-            if attempt.gone:  # the client was lost while its memory was being mapped
+            if client in self._offering:
+                self._offering.remove(client)
+            else:  # the client was lost while its memory was being mapped
                 self.client_gone(client)
 
-    async def _resolved(self, rank: _RankMemory, number: int, handle: DeviceHandle) -> DeviceHandle:
+    async def _resolved(self, rank: _RankMemory, handle: DeviceHandle) -> DeviceHandle:
         """The handle with fields that identify its memory, by which offers are compared."""
-        context, what = rank.worker.context, f"opening the memory offered for rank {number}"
+        context, what = rank.worker.context, f"opening the memory offered for rank {rank.number}"
         return await context.threads.run(Direction.SETUP, lambda: context.device.resolved(handle), what)
 
-    async def _is_repeated(
-        self,
-        rank: _RankMemory,
-        number: int,
-        client: bytes,
-        handle: DeviceHandle,
-        owner: Owner,
-        peer: Sequence[int | None],
-    ) -> bool:
+    async def _is_repeated(self, rank: _RankMemory, had: _MappedOffer, offer: _MappedOffer) -> bool:
         """Whether this rank is offered its own memory again. If the client replaces it, unmap the old; return False.
 
         Raises RequestError if another process has offered the rank's memory.
         """
-        offer = rank.offer
-        assert offer is not None
-        same_kind, had, data = offer.handle.kind == handle.kind, offer.handle.data, handle.data
-        if same_kind and memory_named(had) == memory_named(data):
-            offer.client, offer.peer = client, peer
+        same_kind, before, now = had.handle.kind == offer.handle.kind, had.handle.data, offer.handle.data
+        if same_kind and memory_named(before) == memory_named(now):
+            had.client, had.peer = offer.client, offer.peer
             rank.worker.leaving(False)
             return True
-        as_before = same_kind and said_of_memory(had) == said_of_memory(data)
-        if not (as_before and offer.is_from(client, owner, peer)):
-            what = f"rank {number} has its memory from process {offer.owner.pid} already, not from {owner.pid}"
+        as_before = same_kind and said_of_memory(before) == said_of_memory(now)
+        if not (as_before and had.is_from(offer)):
+            what = f"rank {rank.number} has its memory from process {had.owner.pid} already, not from {offer.owner.pid}"
             raise RequestError(what, code="already_attached")
-        what = f"the engine has replaced the memory of rank {number}"
-        log.warning("memory replaced", engine=self._core.engine, rank=number, pid=owner.pid)
-        self._core.withdraw(ErrorInfo("not_attached", what), end=True)
-        await self._core.empty()
-        await self._withdraw([number])
+        what = f"the engine has replaced the memory of rank {rank.number}"
+        log.warning("memory replaced", engine=self.core.engine, rank=rank.number, pid=offer.owner.pid)
+        self.core.withdraw(ErrorInfo("not_attached", what), end=True)
+        await self.core.empty()
+        await self._withdraw([rank])
         return False
 
     def client_gone(self, client: bytes) -> None:
         """Drop the client's mappings, and unmap the memory that it offered as soon as no rank touches a block."""
-        lost: list[int] = []
-        for number, rank in enumerate(self._ranks):
-            for attempt in rank.attempts:
-                attempt.gone = attempt.gone or attempt.client == client
-            if rank.offer is not None and rank.offer.client == client:
-                lost.append(number)
+        self._offering = [one for one in self._offering if one != client]
+        lost = [rank for rank in self._ranks if rank.offer is not None and rank.offer.client == client]
         self._mappings.leave(client)
-        if lost and not self._closed:
-            what = f"the engine that owned the memory of {_ranks(lost)} has gone"
-            log.warning("engine gone", engine=self._core.engine, ranks=lost)
-            for number in lost:
-                self._ranks[number].worker.leaving()
-            self._core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
+        if lost and not self._closing.is_set():
+            numbers = [rank.number for rank in lost]
+            log.warning("engine gone", engine=self.core.engine, ranks=numbers)
+            for rank in lost:
+                rank.worker.leaving()
+            what = f"the engine that owned the memory of {_ranks(numbers)} has gone"
+            self.core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
             self._begin(self._let_go(lambda offer: offer.client == client))
 
     def lost(self, number: int, cause: str) -> bool:
@@ -360,14 +331,14 @@ class CacheMemory:
         if not rank.worker.context.device.addressable:
             return False
         ours = self.creator is Creator.DAEMON
-        if (ours or offer is not None) and not self._closed and rank.present:
+        if (ours or offer is not None) and not self._closing.is_set() and rank.present:
             pid = os.getpid() if offer is None else offer.owner.pid
-            log.error("memory lost", engine=self._core.engine, rank=number, pid=pid, cause=cause)
+            log.error("memory lost", engine=self.core.engine, rank=number, pid=pid, cause=cause)
             rank.present = False
             rank.worker.leaving()
             remedy = "it is made anew, attach again" if ours else "offer other memory"
             error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
-            self._core.withdraw(error, end=True)
+            self.core.withdraw(error, end=True)
             self._begin(self._made_anew(error) if ours else self._let_go(lambda held: held is offer))
         return True
 
@@ -379,43 +350,41 @@ class CacheMemory:
         try:
             await self._clear(lost)
         except TransferError as error:  # the freed memory is no longer used, whatever still holds it
-            log.warning("error while releasing memory", engine=self._core.engine, problem=str(error))
+            log.warning("error while releasing memory", engine=self.core.engine, problem=str(error))
         said = ""
-        while not self._closed:
+        while not self._closing.is_set():
             try:
-                await self._restore(self._core.generation, same_weights=True, ours=True)
+                await self._restore(self.core.generation, same_weights=True, ours=True)
                 return
             except TransferError as error:
                 if error.reason in ("not_cleared", "shutdown"):  # a client has restored the cache, or we stop
                     return
-                self._cleared_by = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
+                self.cleared = ErrorInfo(DeviceLost.code, f"lost memory cannot be made again: {error}")
                 if str(error) != said:
                     said = str(error)
-                    log.error("lost memory cannot be made again", engine=self._core.engine, problem=said)
+                    log.error("lost memory cannot be made again", engine=self.core.engine, problem=said)
             with contextlib.suppress(TimeoutError):
                 await wait_for(self._closing.wait(), AGAIN_S)
 
     async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
-            await self._core.empty()
-            offers = [rank.offer for rank in self._ranks]
-            await self._withdraw([n for n, offer in enumerate(offers) if offer is not None and which(offer)])
+            await self.core.empty()
+            await self._withdraw([rank for rank in self._ranks if rank.offer is not None and which(rank.offer)])
             with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
-    async def _withdraw(self, numbers: Sequence[int]) -> None:
+    async def _withdraw(self, ranks: Sequence[_RankMemory]) -> None:
         """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
-        self._core.memory_gone(stored=False)
+        self.core.memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
-        for number in numbers:
-            rank = self._ranks[number]
+        for rank in ranks:
             rank.offer, rank.present = None, False
-            self._mappings.withdraw(number)
-        await every(self._given_up(number, self._ranks[number].worker.close_device()) for number in numbers)
-        if numbers:
+            self._mappings.withdraw(rank.number)
+        await every(self._given_up(rank, rank.worker.close_device()) for rank in ranks)
+        if ranks:
             removing = functools.partial(remove_stale_segments, {uid for uid in users if uid is not None})
-            threads = self._ranks[0].worker.context.threads
-            await self._given_up(numbers[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
+            threads = ranks[0].worker.context.threads
+            await self._given_up(ranks[0], threads.run(Direction.SETUP, removing, "removing what engines left"))
 
     # --- clearing -----------------------------------------------------------------------------------
 
@@ -425,8 +394,7 @@ class CacheMemory:
         keep_host: host memory stays allocated and pinned, without a block; a later clear without it frees that memory.
         Raises RequestError; TierError if freeing memory raised an error (the cache is cleared all the same).
         """
-        epoch: int = await self._finished(self._clear(keep_host=keep_host))
-        return epoch
+        return await self._finished(self._clear(keep_host=keep_host))
 
     async def _clear(self, lost: ErrorInfo | None = None, *, keep_host: bool = False) -> int:
         """lost: why the memory has vanished; then the generation goes on, and stored blocks stay valid."""
@@ -435,33 +403,32 @@ class CacheMemory:
             if not self._started:
                 raise TransferError("the daemon is starting", code="starting")
             if self.cleared:
-                if lost is None and self._cleared_by is not CLEARED:  # a loss has cleared it, and now the engine has
-                    self._cleared_by = CLEARED
-                    self._core.withdraw(CLEARED, end=False)
-                    self.close_generations([self._core.generation], current=True)
-                    self._core.memory_gone(stored=True)
+                if lost is None and self.cleared is not CLEARED:  # a loss has cleared it, and now the engine has
+                    self.cleared = CLEARED
+                    self.core.withdraw(CLEARED, end=False)
+                    self.close_generations([self.core.generation], current=True)
+                    self.core.memory_gone(stored=True)
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
                 self._check_unmapped()
-                if self._tokens is not None:  # else nothing could be restored
-                    self._tokens.check_generation(f"{self._core.generation}, and another")
-            self._cleared_by = lost or CLEARED
-            self._core.withdraw(self._cleared_by, end=False)
-            self.cleared = True
-            await self._core.empty()
+                if self.tokens is not None:  # else nothing could be restored
+                    self.tokens.check_generation(f"{self.core.generation}, and another")
+            self.cleared = lost or CLEARED
+            self.core.withdraw(self.cleared, end=False)
+            await self.core.empty()
             if lost is None:
-                self.close_generations([self._core.generation], current=True)
-            self._core.memory_gone(stored=lost is None)
-            self.epoch = next(self._epochs)
+                self.close_generations([self.core.generation], current=True)
+            self.core.memory_gone(stored=lost is None)
+            self.epoch = next(self.epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
             self._mappings.clear()
-            self._core.epoch_began()
+            self.core.epoch_began()
             try:
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
             finally:
-                core = self._core
+                core = self.core
                 log.info("cache cleared", engine=core.engine, epoch=self.epoch, generation=core.generation)
             return self.epoch
 
@@ -474,36 +441,35 @@ class CacheMemory:
         Raises RequestError, ConfigError for a version file without a version, TierError if there is no room. After an
         error the cache stays cleared.
         """
-        epoch: int = await self._finished(self._restore(generation, same_weights=same_weights))
-        return epoch
+        return await self._finished(self._restore(generation, same_weights=same_weights))
 
     async def _restore(self, named: str | None, *, same_weights: bool, ours: bool = False) -> int:
         """ours: restore lost memory of the daemon's; raises `not_cleared` if an engine has cleared the cache."""
         async with self._change:
             self._check_change()
-            if not self.cleared or (ours and self._cleared_by is CLEARED):
+            if not self.cleared or (ours and self.cleared is CLEARED):
                 raise RequestError("the cache was not cleared", code="not_cleared")
-            generation = self._unnamed() if named is None else named
+            generation = self.next_generation() if named is None else named
             reopened = same_weights and generation in self._closed_generations
             if reopened:
                 del self._closed_generations[generation]
             self.check_generation(generation)
             try:
                 await every(self._recreate(rank.worker) for rank in self._ranks)
-                if self._tokens is not None and self.creator is Creator.DAEMON:
-                    await self._tokens.ready()
+                if self.tokens is not None and self.creator is Creator.DAEMON:
+                    await self.tokens.ready()
             except TransferError:
                 if reopened:
                     self.close_generations([generation], current=True)
-                await every(self._given_up(number, rank.worker.free()) for number, rank in enumerate(self._ranks))
+                await every(self._given_up(rank, rank.worker.free()) for rank in self._ranks)
                 raise
-            self._core.set_generation(generation)
+            self.core.set_generation(generation)
             for rank in self._ranks:
                 rank.present = self.creator is Creator.DAEMON
-            self.cleared = False
-            log.info("cache restored", engine=self._core.engine, epoch=self.epoch, generation=generation)
-            if not (self.missing or self._closed):
-                self._core.announce_ready()
+            self.cleared = None
+            log.info("cache restored", engine=self.core.engine, epoch=self.epoch, generation=generation)
+            if not (self.missing or self._closing.is_set()):
+                self.core.announce_ready()
             return self.epoch
 
     async def _recreate(self, worker: RankWorker) -> None:
@@ -511,18 +477,15 @@ class CacheMemory:
         if self.creator is Creator.DAEMON:
             await worker.open_device()
 
-    def _unnamed(self) -> str:
-        return self._core.generation if self._next_generation is None else self._next_generation()
-
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
         self.check_generation(generation)
-        self._core.set_generation(generation)
+        self.core.set_generation(generation)
 
     def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
         """Accept none of these generations again. current: close the served one as well, if it is among them."""
         for generation in generations:
-            if current or generation != self._core.generation:
+            if current or generation != self.core.generation:
                 self._closed_generations.pop(generation, None)
                 self._closed_generations[generation] = None
         for oldest in list(self._closed_generations)[: max(0, len(self._closed_generations) - MOST_CLOSED)]:
@@ -537,14 +500,14 @@ class CacheMemory:
                 f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
             )
             raise RequestError(what, code="closed_generation")
-        if self._tokens is not None:
-            self._tokens.check_generation(generation)
+        if self.tokens is not None:
+            self.tokens.check_generation(generation)
 
     def _check_unmapped(self) -> None:
-        for number, rank in enumerate(self._ranks):
-            count = self._mappings.mapped_by(number)
+        for rank in self._ranks:
+            count = self._mappings.mapped_by(rank.number)
             if count and not rank.worker.context.device.outlives_close:
-                what = f"the memory of rank {number} is mapped by {count} clients; detach first"
+                what = f"the memory of rank {rank.number} is mapped by {count} clients; detach first"
                 raise RequestError(what, code="still_mapped")
 
     # --- inside -------------------------------------------------------------------------------------
@@ -555,16 +518,16 @@ class CacheMemory:
         return self._ranks[number]
 
     def _check_change(self) -> None:
-        if self._closed:
+        if self._closing.is_set():
             raise TransferError("the daemon is shutting down", code="shutdown")
 
-    def _begin(self, change: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return task
 
-    async def _finished(self, change: Coroutine[Any, Any, Any]) -> Any:
+    async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
         """Wait for a change. It runs to its end even if the client that requested it leaves."""
         task = self._begin(change)
         try:
@@ -577,15 +540,15 @@ class CacheMemory:
         """Log a failed change that no caller waits for any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
             what = "a change of the cache failed after its client had gone"
-            log.warning(what, engine=self._core.engine, problem=str(error))
+            log.warning(what, engine=self.core.engine, problem=str(error))
 
-    async def _given_up(self, number: int, closing: Awaitable[object]) -> None:
+    async def _given_up(self, rank: _RankMemory, closing: Awaitable[object]) -> None:
         """Close memory that is no longer used, and only log an error."""
         try:
             await closing
         except TransferError as error:
             what = "error while releasing memory"
-            log.warning(what, engine=self._core.engine, rank=number, problem=str(error))
+            log.warning(what, engine=self.core.engine, rank=rank.number, problem=str(error))
 
 
 def _ranks(numbers: list[int]) -> str:

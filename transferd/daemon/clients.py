@@ -12,13 +12,11 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from transferd.daemon.engine import HostedEngine
 from transferd.observability.recorder import Recorder
 from transferd.tasks import ErrorInfo, TaskResult
 from transferd.wire import protocol as wire
-from transferd.wire.credentials import Credentials
 from transferd.wire.transport import ServerPeer, ServerTransport
 
 SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
@@ -28,6 +26,7 @@ SESSIONS_KEPT = 64  # of one connection; each lost answer begins another
 class KnownClient:
     """A connected client, or one that keeps an engine and may come back. The connections bound their number."""
 
+    peer: bytes  # the name of its connection
     first_session: int  # the first session of this connection; later ones have larger numbers
     session: int
     came_at: float
@@ -37,7 +36,6 @@ class KnownClient:
     behind: bool = False  # its newest message was of an earlier session; it will resend that message
     engine_name: str = ""  # from its Hello; "" before the first one
     engine: HostedEngine | None = None  # its engine (engines.py)
-    belongs: bool = False  # it is a part of that engine; else it may only control the engine
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
     ended: ErrorInfo | None = None  # how the registration ended whose token its Hello shows
@@ -48,19 +46,20 @@ class KnownClient:
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name
 
     @property
+    def belongs(self) -> bool:
+        """Whether it is a part of its engine; else it may only control the engine."""
+        return self.engine is not None and self.refused is None
+
+    @property
     def observer(self) -> bool:
         """Whether it may only ask for reports."""
         return self.connection is not None and self.connection.observer
 
     @property
-    def credentials(self) -> Credentials | None:
-        """Those of its connection, from the kernel; None on tcp."""
-        return None if self.connection is None else self.connection.credentials
-
-    @property
     def who(self) -> tuple[int | None, int | None]:
-        """The user id and process that are connected; None and None on tcp."""
-        return (None, None) if self.credentials is None else (self.credentials.uid, self.credentials.pid)
+        """The user id and process that are connected, from the kernel; None and None on tcp."""
+        credentials = None if self.connection is None else self.connection.credentials
+        return (None, None) if credentials is None else (credentials.uid, credentials.pid)
 
     @property
     def uid(self) -> int | None:
@@ -71,14 +70,14 @@ class KnownClient:
 class Clients:
     """The connected clients. Borrows the transport. undeliverable: how many answers could not be delivered."""
 
-    def __init__(self, transport: ServerTransport, boot_id: str, *, recorder: Recorder | None = None) -> None:
+    def __init__(self, transport: ServerTransport, boot_id: str, recorder: Recorder) -> None:
         self.transport = transport
         self.boot_id = boot_id
         self.undeliverable = 0
-        self._recorder = recorder if recorder is not None else Recorder(capacity=1)
+        self.recorder = recorder
         self._peers: dict[bytes, KnownClient] = {}
         self.get = self._peers.get
-        self._leaving: set[asyncio.Future[None]] = set()  # wait for the next client that leaves
+        self._left = asyncio.Event()  # set when a client leaves
         # Start with a number that no earlier or later daemon uses, and that fits an int of any language.
         self._sessions = itertools.count((zlib.crc32(boot_id.encode()) << 20) + 1)
 
@@ -93,6 +92,10 @@ class Clients:
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._peers))
 
+    def of(self, engine: str) -> Iterator[KnownClient]:
+        """The clients that name this engine, or, if it is "", all; the oldest first."""
+        return (client for client in self._peers.values() if engine in ("", client.engine_name))
+
     def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]
 
@@ -104,18 +107,14 @@ class Clients:
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
         session = next(self._sessions)
-        client = self._peers[peer] = KnownClient(session, session, now, now, self.transport.peer(peer))
-        self._recorder.aside("", "client came", peer, client.session)
+        client = self._peers[peer] = KnownClient(peer, session, session, now, now, self.transport.peer(peer))
+        self.recorder.aside("", "client came", peer, client.session)
         return client
 
     def leave(self, peer: bytes) -> KnownClient | None:
         """Remove and return a client that left or was lost; None if it was not known."""
-        client = self._peers.pop(peer, None)
-        if client is not None:
-            for waiting in self._leaving:
-                if not waiting.done():
-                    waiting.set_result(None)
-        return client
+        self._left.set()
+        return self._peers.pop(peer, None)
 
     def in_need_since(self, peers: Iterable[bytes]) -> float | None:
         """When the first of these clients that needs its engine's memory came; None if none needs it.
@@ -134,15 +133,11 @@ class Clients:
         said = [one.returns for peer in peers if (one := self._peers.get(peer)) is not None and one.holds]
         return False if False in said else True if True in said else None
 
-    async def gone(self, session: int, *, but: bytes) -> None:
+    async def gone(self, session: int, *, but: KnownClient) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""
-        while any(session in client.welcomed for peer, client in self._peers.items() if peer != but):
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._leaving.add(waiting)
-            try:
-                await waiting
-            finally:
-                self._leaving.discard(waiting)
+        while any(session in client.welcomed for client in self._peers.values() if client is not but):
+            self._left.clear()
+            await self._left.wait()
 
     def send(self, peer: bytes, seq: int, body: wire.ReplyBody) -> None:
         """Send an answer. Does nothing if the client is not connected any more."""
@@ -157,12 +152,11 @@ class Clients:
         if not self._sent(peer, wire.encode_reply(seq, refused)):
             self.undeliverable += 1
 
-    def tell_of_session(self, peer: bytes) -> None:
+    def tell_of_session(self, client: KnownClient) -> None:
         """Make this client say Hello, once, because an answer to it was lost. Its next heartbeat would do so later."""
-        client = self._peers[peer]
         if not client.hello_requested:
             lost = wire.Refused(ErrorInfo(wire.STALE_SESSION, "an answer was lost; say Hello"))
-            client.hello_requested = self._sent(peer, wire.encode_reply(0, lost))
+            client.hello_requested = self._sent(client.peer, wire.encode_reply(0, lost))
 
     def deliver(self, client: bytes, seq: int, result: TaskResult) -> None:
         """Send one terminal result to the client that waits for it.
@@ -185,23 +179,6 @@ class Clients:
         for peer in list(peers):
             self.send(peer, 0, again)
 
-    def rows(self, limit: int, now: float, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` connected clients and how long each is connected; uid and pid, but None on tcp.
-
-        engine: only clients of this engine; "" for all.
-        """
-        rows: list[dict[str, Any]] = []
-        for peer, client in self._peers.items():
-            if engine not in ("", client.engine_name):
-                continue
-            if len(rows) == limit:
-                break
-            uid, pid = client.who
-            row = {"client": peer.decode(), "engine": client.engine_name, "peer": self.where(peer)}
-            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
-            rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times)
-        return rows
-
     def where(self, peer: bytes) -> str:
         """Where a peer connects from, for a log; "" if unknown."""
         connection = self._connection(peer)
@@ -223,4 +200,4 @@ class Clients:
         client = self._peers.get(peer)
         if client is not None:
             client.session = next(self._sessions)
-            self._recorder.aside("", "answer lost", peer, seq, client.session)
+            self.recorder.aside("", "answer lost", peer, seq, client.session)

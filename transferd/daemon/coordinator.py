@@ -31,7 +31,7 @@ from transferd.control.order import Claim, TaskState
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
-from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
@@ -59,46 +59,38 @@ class Listeners:
     progressed: Callable[[bytes, int, int], None]
 
 
+@dataclass(eq=False, repr=False)
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
     engine: the engine's name, for log lines.
+    owner: the owner of its objects in storage.
     ready: whether tasks are served.
     effects_failed: how often an effect has raised, by the kind of instruction.
     skew_s: for each rank, the total seconds by which it arrived after the first rank of its rounds.
     """
 
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        barrier: RankBarrier,
-        workers: Sequence[RankWorker],
-        listeners: Listeners,
-        *,
-        clock: Clock = SYSTEM_CLOCK,
-        recorder: Recorder | None = None,
-        engine: str = "default",
-        owner: Hashable = None,
-    ) -> None:
-        self.engine = engine
-        self._owner = owner
-        self.workers = workers
-        self.listeners = listeners
-        self._recorder = recorder if recorder is not None else Recorder()
+    dispatcher: Dispatcher
+    barrier: RankBarrier
+    workers: Sequence[RankWorker]
+    listeners: Listeners
+    clock: Clock
+    recorder: Recorder
+    engine: str = "default"
+    owner: Hashable = None
+
+    def __post_init__(self) -> None:
         self.effects_failed: Counter[str] = Counter()
-        self.skew_s = [0.0] * len(workers)
+        self.skew_s = [0.0] * len(self.workers)
         self._todo: deque[do.Instruction] = deque()
         self._carrying_out = False
-        self._dispatcher = dispatcher
-        self._barrier = barrier
-        self._clock = clock
         self.ready = False
         # called when a device is lost; returns whether its memory was only withdrawn
         self.withdraws: Callable[[int, str], bool] | None = None
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._ran: dict[str, Ran] = {}  # from the end of a task's round to its Publish
         self._alarm: asyncio.TimerHandle | None = None
-        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._apply: dict[type, Callable[[Any], None]] = {
             do.Start: self._start,
             do.StopTask: self._stop,
@@ -109,33 +101,25 @@ class Coordinator:
             do.Unblock: self._unblock,
             do.Again: self._again,
         }
-        dispatcher.hazards.notify = self._bytes_free
+        self.dispatcher.hazards.notify = self._bytes_free
 
     # --- what clients ask ---------------------------------------------------------------------------
 
     @property
-    def boot_id(self) -> str:
-        return self._dispatcher.boot_id
-
-    @property
     def generation(self) -> str:
-        return self._dispatcher.generation
-
-    @property
-    def admitting(self) -> bool:
-        return self._dispatcher.admitting
+        return self.dispatcher.generation
 
     @property
     def overdue_s(self) -> float:
         """Seconds since a deadline that did not fire; 0 while the dispatcher progresses or is idle."""
-        return max(0.0, self._clock.monotonic() - self._dispatcher.next_alarm)
+        return max(0.0, self.clock.monotonic() - self.dispatcher.next_alarm)
 
     def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
         """Admit or answer a task. Returns whether its result follows later; if not, it was delivered in this call.
 
         again: the client will send it again (protocol.py), so no refusal is sent; always returns False.
         """
-        instructions = self._dispatcher.submit(self._clock.monotonic(), client, seq, task, again)
+        instructions = self.dispatcher.submit(self.clock.monotonic(), client, seq, task, again)
         self._carry_out(instructions)
         if again:
             return False
@@ -146,8 +130,8 @@ class Coordinator:
 
     def cancel(self, task_id: str) -> bool:
         """Cancel a task. False if there is nothing to cancel."""
-        known = task_id in self._dispatcher.records
-        self._hear(self._dispatcher.cancel, task_id)
+        known = task_id in self.dispatcher.records
+        self._hear(self.dispatcher.cancel, task_id)
         return known
 
     def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
@@ -155,41 +139,41 @@ class Coordinator:
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(self._dispatcher.pause, client, holder, proof)
+        self._hear(self.dispatcher.pause, client, holder, proof)
         return self.quiet()
 
     def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains; if it has none, end all."""
-        self._hear(self._dispatcher.resume, holder, proof)
+        self._hear(self.dispatcher.resume, holder, proof)
 
     def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
         A drain ends like a pause.
         """
-        self._hear(self._dispatcher.drain, client, holder, proof)
+        self._hear(self.dispatcher.drain, client, holder, proof)
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:
-        self._hear(self._dispatcher.client_gone, client)
+        self._hear(self.dispatcher.client_gone, client)
 
     # --- what the cache asks ------------------------------------------------------------------------
 
     def announce_ready(self) -> None:
         """Every rank has its memory: admit, unless one of them is dead."""
         windows = [worker.windows for worker in self.workers]
-        self._hear(self._dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
-        self.ready = self._dispatcher.alive
+        self._hear(self.dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
+        self.ready = self.dispatcher.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
         """Admit nothing, because memory is about to be removed; with `end`, also end all tasks. Then await `empty`."""
         self.ready = False
-        self._hear(self._dispatcher.withdraw_cache, error, end)
+        self._hear(self.dispatcher.withdraw_cache, error, end)
 
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable."""
         before = self.generation
-        self._hear(self._dispatcher.bump_generation, generation)
+        self._hear(self.dispatcher.bump_generation, generation)
         if generation != before:
             self.listeners.generation_changed(before, generation)
 
@@ -199,41 +183,41 @@ class Coordinator:
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
         """Report the ranks without memory that a client has mapped, and the clients that have earlier memory mapped."""
-        self._hear(self._dispatcher.mappings_changed, unmapped, outdated)
+        self._hear(self.dispatcher.mappings_changed, unmapped, outdated)
 
     def epoch_began(self) -> None:
         """Report that the cache was cleared: host blocks are empty, and clients' mappings are outdated."""
-        self._hear(self._dispatcher.host_emptied)
+        self._hear(self.dispatcher.host_emptied)
         self.listeners.epoch_began()
 
     # --- waiting ------------------------------------------------------------------------------------
 
     async def quiet(self) -> None:
         """Wait until no rank touches any block. The caller sets the time limit."""
-        await self._until(lambda: self._dispatcher.quiet)
+        await self._until(lambda: self.dispatcher.quiet)
 
     async def settled(self, task_id: str) -> None:
         """Wait until no rank touches a block for this task, now or later. Returns at once for an unknown task."""
-        await self._until(lambda: self._dispatcher.settled(task_id))
+        await self._until(lambda: self.dispatcher.settled(task_id))
 
     async def empty(self) -> None:
         """Wait until everything admitted is answered and no rank touches any block."""
-        await self._until(lambda: self._dispatcher.empty)
+        await self._until(lambda: self.dispatcher.empty)
 
     # --- shutdown -----------------------------------------------------------------------------------
 
     def stop_admitting(self) -> None:
-        self._hear(self._dispatcher.shut_down)
+        self._hear(self.dispatcher.shut_down)
 
     def cancel_running(self) -> int:
         """End all running tasks now, with what they have. Returns how many there were."""
-        task_ids = [record.task_id for record in self._dispatcher.records.values()]
+        task_ids = [record.task_id for record in self.dispatcher.records.values()]
         for task_id in task_ids:
             self.cancel(task_id)
         return len(task_ids)
 
     def fail_queued(self) -> None:
-        self._hear(self._dispatcher.abandon_queue)
+        self._hear(self.dispatcher.abandon_queue)
 
     def close(self) -> None:
         if self._alarm is not None:
@@ -245,7 +229,7 @@ class Coordinator:
     def _hear(
         self, event: Callable[Concatenate[float, P], list[do.Instruction]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        self._carry_out(event(self._clock.monotonic(), *args, **kwargs))
+        self._carry_out(event(self.clock.monotonic(), *args, **kwargs))
 
     def _carry_out(self, instructions: list[do.Instruction]) -> None:
         """Carry out every instruction, in order. Instructions that an effect causes come after those already due."""
@@ -281,22 +265,22 @@ class Coordinator:
                 job = self._jobs.get(task_id)
                 asyncio.get_running_loop().call_later(EFFECT_RETRY_S, self._once_more, instruction, job)
         with contextlib.suppress(Exception):
-            self._recorder.failure(task_id, problem)
-            bug = InvariantError(f"{problem}\n{self._recorder.story(task_id)}")
+            self.recorder.failure(task_id, problem)
+            bug = InvariantError(f"{problem}\n{self.recorder.story(task_id)}")
             names = {"engine": self.engine, "task_id": task_id or None, "effect": kind}
             log.error("an effect raised", **names, problem=str(bug), exc_info=error)
         return ErrorInfo(InvariantError.code, problem)
 
     def _once_more(self, instruction: do.Instruction, job: Job | None) -> None:
         if isinstance(instruction, do.WakeAt):
-            self._hear(self._dispatcher.deadline_reached)  # harmless if early; leads to the next WakeAt
+            self._hear(self.dispatcher.deadline_reached)  # harmless if early; leads to the next WakeAt
         elif isinstance(instruction, do.Unblock | do.Again) or (
             job is not None and self._jobs.get(job.task.task_id) is job
         ):
             self._carry_out([instruction])
 
     def _start(self, start: do.Start) -> None:
-        task, now = start.task, self._clock.monotonic()
+        task, now = start.task, self.clock.monotonic()
         job = Job(
             task=task,
             blocks=task.blocks,
@@ -304,16 +288,16 @@ class Coordinator:
             admitted_at=start.admitted_at,
             started_at=now,
             queue_s=now - start.admitted_at,
-            use=Use(owner=self._owner),
+            use=Use(owner=self.owner),
         )
         job.part_there = self._part_there
         self._jobs[task.task_id] = job
         try:
-            self._barrier.open(task.task_id, task.merge, self._round_complete)
+            self.barrier.open(task.task_id, task.merge, self._round_complete)
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
             merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
-            self._hear(self._dispatcher.round_merged, task.task_id, merged, ())
+            self._hear(self.dispatcher.round_merged, task.task_id, merged, ())
             return
         for worker in self.workers:
             try:
@@ -327,7 +311,7 @@ class Coordinator:
             job.stop.set(stop.reason)
 
     def _expire(self, expire: do.ExpireRound) -> None:
-        missing = self._barrier.expire(expire.task_id)
+        missing = self.barrier.expire(expire.task_id)
         if missing:
             names = {"engine": self.engine, "task_id": expire.task_id}
             log.warning("ranks left behind at the deadline", **names, ranks=list(missing))
@@ -364,7 +348,7 @@ class Coordinator:
     def _wake_at(self, wake: do.WakeAt) -> None:
         if self._alarm is not None:
             self._alarm.cancel()
-        delay = max(0.0, wake.when - self._clock.monotonic())
+        delay = max(0.0, wake.when - self.clock.monotonic())
         self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
 
     def _unblock(self, unblock: do.Unblock) -> None:
@@ -378,29 +362,29 @@ class Coordinator:
     def _bytes_free(self, claim: Claim) -> None:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
-        self._hear(self._dispatcher.bytes_free, claim.owner.task_id)
+        self._hear(self.dispatcher.bytes_free, claim.owner.task_id)
 
     def _alarm_rang(self) -> None:
         self._alarm = None
-        self._hear(self._dispatcher.deadline_reached)
+        self._hear(self.dispatcher.deadline_reached)
 
     # --- what comes back from the ranks -------------------------------------------------------------
 
     def rank_arrived(self, job: Job, outcome: RankOutcome) -> None:
         """Report a worker's outcome for its share of a job. Called by RankWorker."""
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
         if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
-            self._hear(self._dispatcher.task_settled, job.task.task_id)
-        if not self._barrier.arrive(job.task.task_id, outcome):
-            self._hear(self._dispatcher.rank_left, job.task.task_id, outcome.rank)
+            self._hear(self.dispatcher.task_settled, job.task.task_id)
+        if not self.barrier.arrive(job.task.task_id, outcome):
+            self._hear(self.dispatcher.rank_left, job.task.task_id, outcome.rank)
 
     def _part_there(self, job: Job, rank: int, layers: int) -> None:
         """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
         job.parts.setdefault(layers, set()).add(rank)
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
-            record = self._dispatcher.records.get(job.task.task_id)
+            record = self.dispatcher.records.get(job.task.task_id)
             for client, seq in () if record is None else record.waiters:
                 self.listeners.progressed(client, seq, layers)
 
@@ -413,8 +397,8 @@ class Coordinator:
             return
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
-        self._hear(self._dispatcher.rank_failed, rank, cause)
-        self._barrier.rank_died(rank, cause)
+        self._hear(self.dispatcher.rank_failed, rank, cause)
+        self.barrier.rank_died(rank, cause)
 
     def _round_complete(self, round_: Round) -> None:
         job = self._jobs.pop(round_.task_id)
@@ -424,13 +408,13 @@ class Coordinator:
             merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
         self._ran[round_.task_id] = Ran(job.admitted_at, job.started_at, job.arrivals)
         missing = round_.missing
-        if missing or not self._dispatcher.alive:
+        if missing or not self.dispatcher.alive:
             # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks
             # only, but copies of a dead rank may still wait for a thread, and must never begin.
             job.stop.set(Stop.EXPIRED)
         # A rank that died without having arrived may still be in a copy.
         settled = len(job.arrivals) == len(self.workers)
-        self._hear(self._dispatcher.round_merged, round_.task_id, merged, missing, settled)
+        self._hear(self.dispatcher.round_merged, round_.task_id, merged, missing, settled)
 
     # --- waiting for a state ------------------------------------------------------------------------
 
@@ -438,15 +422,14 @@ class Coordinator:
         if condition():
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (condition, future)
-        self._waiting.append(entry)
+        self._waiting[future] = condition
         try:
             await future
         finally:
-            self._waiting.remove(entry)
+            del self._waiting[future]
 
     def _wake_waiters(self) -> None:
-        for condition, future in self._waiting:
+        for future, condition in self._waiting.items():
             if not future.done() and condition():
                 future.set_result(None)
 

@@ -9,6 +9,7 @@ process.py runs one from its start to its end.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ from transferd.daemon.engine import HostedEngine, Shared, close_ranks
 from transferd.daemon.engines import Engines
 from transferd.daemon.health import HealthCheck
 from transferd.daemon.kv_events.departures import Departures
+from transferd.daemon.kv_events.feed import KvEventFeed
+from transferd.daemon.kv_events.pool_watch import watch_pool
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
-from transferd.daemon.server import Greeting, Server
+from transferd.daemon.server import Server
 from transferd.daemon.shutdown import Shutdown
-from transferd.daemon.stats import Parts
 from transferd.daemon.traffic import KeyTraffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
@@ -90,10 +92,10 @@ class Daemon:
             mode, most = int(config.server.socket_mode, 8), config.server.max_connections
             self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
-        self.clients = Clients(self.transport, self.boot_id, recorder=self.recorder)
+        self.clients = Clients(self.transport, self.boot_id, self.recorder)
         self.traces = _build_traces(config, self.boot_id, clock)
-        metrics, windows = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE])), Windows(clock)
-        observers = [metrics.ended, windows.ended, *([] if self.traces is None else [self.traces.ended])]
+        metrics, self.windows = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE])), Windows(clock)
+        observers = [metrics.ended, self.windows.ended, *([] if self.traces is None else [self.traces.ended])]
         self.tasks = TaskLog(clock, observers, [metrics.left])
         shared = Shared(
             boot_id=self.boot_id,
@@ -107,32 +109,16 @@ class Daemon:
             departures=Departures(self.storage),
             tasks=self.tasks,
             inline_check_bytes=inline_check_bytes,
-            traffic=(traffic := KeyTraffic(self.storage, clock, second_use(config.storage, clock.monotonic))),
-            admission=traffic.admission,
+            traffic=KeyTraffic(self.storage, clock, second_use(config.storage, clock.monotonic)),
         )
-        self.engines = Engines(config, shared, self.clients, plan.engine, plan.sizes)
+        self.engines = Engines(config, shared, self.clients, plan)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
         self._viewed = ReportMemory(lambda: self._health.report(), clock)
         self.server = self._build_server()
         self.reports = self._build_reports(metrics)
-        self._parts = Parts(
-            config=config,
-            boot_id=self.boot_id,
-            clock=clock,
-            started_at=clock.monotonic(),
-            transport=self.transport,
-            engines=self.engines,
-            server=self.server.statistics,
-            windows=windows,
-            refused=self.refused,
-            not_ready=lambda: self.not_ready,
-            storage=self.storage,
-            tokens=self.tokens,
-            peers=self.peers,
-            events=self.events,
-            traces=self.traces,
-        )
-        self._health = HealthCheck(self._parts, self.listing, self.tasks, self._viewed)
+        self.started_at = clock.monotonic()
+        self._health = HealthCheck(self, self.listing, self._viewed)
+        self._pool_watch: asyncio.Task[None] | None = None
 
     def _build_reports(self, tasks: TaskMetrics) -> StatusServer:
         return StatusServer(
@@ -147,24 +133,17 @@ class Daemon:
         )
 
     def _build_server(self) -> Server:
-        config, peers = self.config, self.peers
         return Server(
             self.clients,
             self.engines,
-            greeting=Greeting(
-                max_message=config.server.max_message,
-                pd_mode=config.pd.mode,
-                pd_address=str if peers is None else lambda: peers.address,
-                process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
-            ),
+            self.listing,
+            self.config.server,
+            self.clock,
             stats=lambda: self._viewed.made(_for_the_wire),
             explain=self.explain,
-            listing=self.listing,
+            peers=self.peers,
+            process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             hello_arrived=lambda: self._health.hello_arrived(),
-            client_timeout=config.server.client_timeout,
-            observer_rate=config.server.observer_rate,
-            clock=self.clock,
-            recorder=self.recorder,
         )
 
     @property
@@ -173,6 +152,9 @@ class Daemon:
         engine = self.engines.own
         assert engine is not None
         return engine
+
+    def _feeds(self) -> list[KvEventFeed]:
+        return [engine.kv_events for engine in self.engines if engine.kv_events is not None]
 
     @property
     def host_bytes(self) -> int:
@@ -200,14 +182,13 @@ class Daemon:
                 replay_endpoint=self.events.replay_endpoint,
                 token_ids=self.config.events.token_ids,
             )
-        if (own := self.engines.own) is not None and own.kv_events is not None:
-            own.kv_events.start()
-        if self.tokens is not None:
-            await self.tokens.open()
-        elif self.storage is not None:
-            await self.storage.open()
-        if self.peers is not None:
-            await self.peers.open()
+        for feed in self._feeds():
+            feed.start()
+        for part in (self.tokens or self.storage, self.peers):
+            if part is not None:
+                await part.open()
+        if self.storage is not None and self.storage.pool is not None:
+            self._pool_watch = asyncio.get_running_loop().create_task(watch_pool(self.storage, self._feeds))
         for engine in self.engines:
             engine.storage_share = self.engines.holdings.share_of(None)
             self.engines.holdings.came(engine)
@@ -247,6 +228,8 @@ class Daemon:
         for engine in engines:
             if engine.kv_events is not None:
                 engine.kv_events.close()
+        if self._pool_watch is not None:
+            self._pool_watch.cancel()
         if self.events is not None:
             self.events.close()
         self._health.close()
@@ -288,10 +271,6 @@ class Daemon:
 
     # --- observers ----------------------------------------------------------------------------------
 
-    @property
-    def uptime_s(self) -> float:
-        return self.clock.monotonic() - self._parts.started_at
-
     def report(self) -> Report:
         """The daemon's report as it is now."""
         return finished(self._health.report())
@@ -306,11 +285,8 @@ class Daemon:
         engine: only of this engine; "" for any. Several engines may have had a task of this id: then that of the
         `asker` counts, else the newest; `also` names the others.
         """
-        known = self.recorder.engines_of(task_id) if task_id else []  # "" has the daemon's own notes
-        chosen = engine or (asker if asker in known else next(iter(known), asker or DEFAULT_ENGINE))
-        notes = self.recorder.of(chosen).notes(task_id) if chosen in known else []
-        story = task_story(task_id, notes, chosen, wall=self.clock.wall(), monotonic=self.clock.monotonic())
-        return story | {"also": [one for one in known if one != chosen]}
+        notes = self.recorder.notes(task_id, of_any=True) if task_id else []  # "" has the daemon's own notes
+        return task_story(task_id, notes, engine, asker, wall=self.clock.wall(), monotonic=self.clock.monotonic())
 
     def refused(self) -> dict[str, int]:
         """Connections and requests refused since the start, by reason."""

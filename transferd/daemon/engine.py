@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import structlog
-
 from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
-from transferd.config import DEFAULT_ENGINE, Config
+from transferd.config import DEFAULT_ENGINE
 from transferd.config.generation import generation_of
 from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
@@ -29,7 +27,7 @@ from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.daemon.kv_events.departures import Departures
-from transferd.daemon.kv_events.feed import create_kv_event_feed
+from transferd.daemon.kv_events.feed import KvEventFeed, has_followers
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
@@ -43,7 +41,6 @@ from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import OneATurn
 from transferd.runtime.threads import Threads
-from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.divided import divided
 from transferd.storage.peer.transport import PeerTransport
@@ -56,8 +53,6 @@ from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
-
-log = structlog.get_logger(__name__)
 
 
 class Speakers(Protocol):
@@ -98,7 +93,6 @@ class Shared:
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
     pieces: OneATurn = field(default_factory=OneATurn)  # of long look-ups
-    admission: SecondUse | None = None  # chooses which blocks they store; None stores all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,64 +104,61 @@ class Registrant:
     pid: int | None
 
 
+@dataclass(eq=False, repr=False)
 class HostedEngine:
     """All parts of one engine. Owns every one of them; borrows `shared`.
 
+    To make one allocates host memory, perhaps in a thread. Raises ConfigError, TierError.
+
+    registration: None for [cache].
+    epochs: never yields a number twice.
     renamed: called with this engine and the generation that it no longer serves.
     """
 
-    renamed: Callable[[HostedEngine, str], None] = staticmethod(lambda _engine, _before: None)
+    name: str
+    plan: EnginePlan
+    shared: Shared
+    total: Total
+    epochs: Iterator[int]
+    registration: Registrant | None = None
+    renamed: Callable[[HostedEngine, str], None] = lambda _engine, _before: None
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        plan: EnginePlan,
-        shared: Shared,
-        total: Total,
-        epochs: Iterator[int],
-        *,
-        registration: Registrant | None = None,
-    ) -> None:
-        """Build, and allocate host memory. May run in a thread.
-
-        config: the daemon's, with this engine's cache and storage.
-        epochs: never yields a number twice. registration: None for [cache]. Raises ConfigError, TierError.
-        """
-        self.name = name
-        self.owner = EngineOwner(name, None if registration is None else registration.uid)  # of its objects in storage
-        self.config = config
-        self.registration = registration
+    def __post_init__(self) -> None:
+        name, plan, shared, registration = self.name, self.plan, self.shared, self.registration
+        self.token = "" if registration is None else registration.asked.token  # "" for the engine of [cache]
+        self.digest = digest(self.token)  # stands for the token in reports
+        # The only user whose processes may speak for this engine; None for any.
+        self.uid = None if registration is None else registration.uid
+        self.owner = EngineOwner(name, self.uid)  # of its objects in storage
+        self.config = config = plan.config
+        self.block_size = config.geometry.block_size  # tokens of a block, as configured
         self.clients: set[bytes] = set()  # bound to this engine (engines.py)
         self.nbytes, self.configured = plan.sizes.memory, plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
         self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
-        self._total, self._epochs, self._shared = total, epochs, shared
         self.recorder = shared.recorder.of(name)
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
-        self.only_flush = self.tokens is not None and config.storage.attention_store.only_flush
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
         self.dispatcher = self._build_dispatcher(plan.generation)
         self.barrier = RankBarrier(config.geometry.ranks)
         self.workers = [self._build_rank(rank) for rank in range(config.geometry.ranks)]
-        self.kv_events = create_kv_event_feed(
-            config,
-            self.objects,
-            self.blocks,
-            generation=plan.generation,
-            tokens=self.tokens,
-            only_flush=self.only_flush,
-            sockets=shared.events,
-            departures=shared.departures,
-            engine=name,
-        )
+        self.kv_events: KvEventFeed | None = None
+        if has_followers(plan, shared.events):
+            self.kv_events = KvEventFeed(plan, self.blocks, shared.events, shared.departures, name)
         self.coordinator = Coordinator(
             self.dispatcher,
             self.barrier,
             self.workers,
-            self._listeners(),
+            Listeners(
+                shared.clients.deliver,
+                self._ended,
+                self._memory_gone,
+                self._generation_changed,
+                self._epoch_began,
+                shared.clients.progressed,
+            ),
             clock=shared.clock,
             recorder=self.recorder,
             engine=name,
@@ -182,22 +173,21 @@ class HostedEngine:
             self.objects,
             storage=self.blocks,
             tokens=self.tokens,
+            feed=self.kv_events,
             owner=self.owner,
-            pieces=self._shared.pieces,
+            pieces=shared.pieces,
             looked_up=self._looked_up,
-            absent=(lambda _: None) if self.kv_events is None else self.kv_events.not_found,
-            index=(lambda: None) if self.kv_events is None else self.kv_events.up_to_date,
         )
 
     def _build_dispatcher(self, generation: str) -> Dispatcher:
         return Dispatcher(
             self._limits(),
-            boot_id=self._shared.boot_id,
+            boot_id=self.shared.boot_id,
             generation=generation,
             recorder=self.recorder,
             admitting=False,
-            total=self._total,
-            ranges=self._shared.ranges,
+            total=self.total,
+            ranges=self.shared.ranges,
         )
 
     def _limits(self) -> Limits:
@@ -208,16 +198,16 @@ class HostedEngine:
             device_blocks=layout.device_blocks,
             host_blocks=layout.host_blocks,
             block_bytes=layout.block_bytes,
-            storage=self._shared.storage is not None or self.tokens is not None,
+            storage=self.shared.storage is not None or self.tokens is not None,
             direct=config.pd.mode == "direct",
             token_block=0 if self.tokens is None else config.geometry.block_size,
-            only_flush=self.only_flush,
+            only_flush=self.plan.only_flush,
             server=config.server,
             salts=self.tokens is not None and self.tokens.salts,
         )
 
     def _build_rank(self, rank: int) -> RankWorker:
-        config, layout, shared = self.config, self.layout, self._shared
+        config, layout, shared = self.config, self.layout, self.shared
         device = create_device_tier(config, layout, rank, shared.threads)
         pinning = create_pinning(config, rank)
         staging = Staging(
@@ -247,10 +237,10 @@ class HostedEngine:
             inline_check_bytes=shared.inline_check_bytes,
             tokens=self.tokens,
             block_size=config.geometry.block_size,
-            only_flush=self.only_flush,
+            only_flush=self.plan.only_flush,
             engine=self.name,
             claims=shared.claims,
-            admission=shared.admission,
+            admission=shared.traffic.admission,
             object_rank=object_rank,
         )
         return RankWorker(context)
@@ -266,15 +256,14 @@ class HostedEngine:
 
     def _build_cache(self) -> CacheMemory:
         file = self.config.storage.version_file
-        next_generation = functools.partial(generation_of, file) if file else None
         return CacheMemory(
             self.workers,
             self.coordinator,
             creator(self.config),
             tokens=self.tokens,
-            next_generation=next_generation,
-            epochs=self._epochs,
-            now=self._shared.clock.monotonic,
+            next_generation=lambda: generation_of(file) if file else self.dispatcher.generation,
+            epochs=self.epochs,
+            now=self.shared.clock.monotonic,
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -290,26 +279,6 @@ class HostedEngine:
         await self.cache.open()
         if self.kv_events is not None:
             self.kv_events.storage_opened()
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block, according to the configured layout."""
-        return self.config.geometry.block_size
-
-    @property
-    def token(self) -> str:
-        """The token of the engine's registration; "" for the engine of [cache]."""
-        return "" if self.registration is None else self.registration.asked.token
-
-    @property
-    def digest(self) -> str:
-        """Stands for the token in reports."""
-        return digest(self.token)
-
-    @property
-    def uid(self) -> int | None:
-        """The only user whose processes may speak for this engine; None for any."""
-        return None if self.registration is None else self.registration.uid
 
     @functools.cached_property
     def identity(self) -> wire.Identity:
@@ -328,7 +297,7 @@ class HostedEngine:
         """Why this engine's tasks are refused now; "" if they are not."""
         if not self.coordinator.ready:
             return self.cache.why or "the daemon is stopping, or a rank has died"
-        return "" if self._shared.storage is None else self._shared.storage.unusable()
+        return "" if self.shared.storage is None else self.shared.storage.unusable()
 
     @property
     def why_not_served(self) -> str:
@@ -336,25 +305,39 @@ class HostedEngine:
         if self.why_not_ready:
             return self.why_not_ready
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
-        return hung or ("" if self.coordinator.admitting else "draining")
+        return hung or ("" if self.dispatcher.admitting else "draining")
 
     def unattached(self) -> tuple[list[int], float | None]:
         """Ranks without attached or offered memory, and for how many seconds a client has needed it."""
-        came = self._shared.clients.in_need_since(self.clients)
+        came = self.shared.clients.in_need_since(self.clients)
         ranks, since = self.cache.unattached
         if not ranks or came is None:
             return ranks, None
-        return ranks, self._shared.clock.monotonic() - max(came, since)
+        return ranks, self.shared.clock.monotonic() - max(came, since)
 
     def _looked_up(self, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
-        self._shared.tasks.looked_up(self.name, blocks, found)
+        self.shared.tasks.looked_up(self.name, blocks, found)
         if keys:
-            self._shared.traffic.looked_up(self, keys, missing)
+            self.shared.traffic.looked_up(self, keys, missing)
 
-    def _ended(self, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
-        tasks = self._shared.tasks
-        self._shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
+    def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
+        tasks = self.shared.tasks
+        self.shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
         tasks.ended(self.name, task, result, ran)
+        if self.kv_events is not None:
+            self.kv_events.task_ended(task, result)
+
+    def _memory_gone(self, stored: bool) -> None:
+        if self.kv_events is not None:
+            self.kv_events.memory_gone(stored)
+
+    def _generation_changed(self, before: str, now: str) -> None:
+        if self.kv_events is not None:
+            self.kv_events.generation_changed(now)
+        self.renamed(self, before)
+
+    def _epoch_began(self) -> None:
+        self.shared.clients.say_hello(self.clients, "the cache was cleared")
 
     @property
     def returns(self) -> bool | None:
@@ -364,7 +347,7 @@ class HostedEngine:
         """
         if self.cache.creator is Creator.ENGINE:
             return True if self.holders else None if self.registration is None else False
-        return self._shared.clients.return_to(self.clients)
+        return self.shared.clients.return_to(self.clients)
 
     def ranks(self, dispatch: DispatchStatistics) -> list[RankReport]:
         """Its ranks as a report has them. dispatch: its dispatcher's statistics."""
@@ -386,28 +369,6 @@ class HostedEngine:
         await self.cache.close()
         await every(worker.settled() for worker in self.workers)
         await every(worker.close() for worker in self.workers)
-
-    def _listeners(self) -> Listeners:
-        shared, events = self._shared, self.kv_events
-
-        def epoch_began() -> None:
-            shared.clients.say_hello(self.clients, "the cache was cleared")
-
-        def renamed(before: str, now: str) -> None:
-            if events is not None:
-                events.generation_changed(now)
-            self.renamed(self, before)
-
-        deliver, progressed = shared.clients.deliver, shared.clients.progressed
-        ended = self._ended
-        if events is None:
-            return Listeners(deliver, ended, lambda _: None, renamed, epoch_began, progressed)
-
-        def ended_and_announced(task: Task, result: TaskResult, ran: Ran | None) -> None:
-            ended(task, result, ran)
-            events.task_ended(task, result)
-
-        return Listeners(deliver, ended_and_announced, events.memory_gone, renamed, epoch_began, progressed)
 
     def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
         """For each key, the names of all objects that its block has on this node."""

@@ -41,9 +41,9 @@ from transferd.daemon.belonging import digest, may_control, refusal, shows
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine, Registrant, Shared
 from transferd.daemon.holdings import Holdings
-from transferd.daemon.memories import MappedBy, check_memories, memories_of
+from transferd.daemon.memories import check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
-from transferd.daemon.preflight import EnginePlan, Sizes, build_engine, device_bytes, host_memory
+from transferd.daemon.preflight import EnginePlan, Plan, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
 from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
@@ -58,7 +58,7 @@ from transferd.wire.credentials import hidden
 
 log = structlog.get_logger(__name__)
 
-SAYS_NOTHING = wire.Hello()
+
 SHARE = 4  # an engine that registers may have this fraction, 1/SHARE, of the bounds in [server]
 MORE_PLACES = 0.25  # of engines.max_engines, one for each user without any, when all are taken
 UNREGISTERED = "unregistered"  # how a registration ended: its token is worth nothing any more
@@ -102,47 +102,33 @@ class Engines:
     host: the memory of engines that register.
     holdings: the objects of engines in storage.
     prefetches: the prefetches of all engines.
-    admission: chooses which blocks are stored. traffic: what engines look up and store.
+    traffic: what engines look up and store.
     acts: what operators and engines have ordered.
     closed: the daemon stops, and no engine may register any more.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        shared: Shared,
-        clients: Clients,
-        default: EnginePlan | None,
-        sizes: Sizes,
-    ) -> None:
-        """Build the engine of [cache], if there is one.
-
-        default: the plan of [cache], if there is one.
-        sizes: the memory of the daemon and that engine.
-
-        Raises ConfigError, TierError.
-        """
+    def __init__(self, config: Config, shared: Shared, clients: Clients, plan: Plan) -> None:
+        """Build the engine of [cache], if there is one. Raises ConfigError, TierError."""
         self._config = config
         self._shared = shared
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
         self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
-        self.admission, self.traffic = shared.admission, shared.traffic
+        self.traffic = shared.traffic
         self._epochs = itertools.count(1)
         server = config.server
         self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
-        self.host = HostBudget(*host_memory(config, sizes))
+        self.host = HostBudget(*host_memory(config, plan.sizes))
         self._by_name: dict[str, HostedEngine] = {}
         self._building: dict[str, Building] = {}  # by name, until all of an engine is there
         self._ended: dict[str, ErrorInfo] = {}  # how registrations ended, by digest of the token, the oldest first
         self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
-        self._work: set[asyncio.Task[Any]] = set()
         self.closed = False
         self.acts = Acts(shared.clock.monotonic)
         self.opened = asyncio.Event()  # set once storage is open and engines may register
         self.departed = Departed()
-        if default is not None:
-            own = HostedEngine(DEFAULT_ENGINE, config, default, shared, self.total, self._epochs)
+        if plan.engine is not None:
+            own = HostedEngine(DEFAULT_ENGINE, plan.engine, shared, self.total, self._epochs)
             self._by_name[DEFAULT_ENGINE] = own
             self.total.engines.append(own.dispatcher)
 
@@ -166,36 +152,28 @@ class Engines:
 
     # --- clients ------------------------------------------------------------------------------------
 
-    def join(
-        self, peer: bytes, client: KnownClient, name: str, known: str = "", said: wire.Hello = SAYS_NOTHING
-    ) -> None:
-        """Bind a client to the engine that it names, if it may.
-
-        known: the token that the client shows; "" for none.
-        said: its Hello, which may assert a generation.
-        """
-        name = name or DEFAULT_ENGINE
-        engine = self._by_name.get(name)
-        client.refused = None
-        if known:
-            client.ended = self._ended.get(digest(known))
+    def join(self, client: KnownClient, said: wire.Hello) -> None:
+        """Bind a client to the engine that its Hello names, if it may."""
+        client.engine_name = said.engine or DEFAULT_ENGINE
+        engine, refused = self._by_name.get(client.engine_name), None
+        if said.registration:
+            client.ended = self._ended.get(digest(said.registration))
         if engine is not None:
             # A client that holds the engine has shown its token. Its Hello may be older than our answer.
             holds = client.holds and client.engine is engine
             if engine.registration is not None:
-                uid, shown = client.uid, engine.token if holds else known
-                client.refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
-                engine = engine if client.refused is None or may_control(engine.uid, uid) else None
-            if engine is not None and client.refused is None and not holds:
-                client.refused = self._contradicts(engine, said)
-        belongs = engine is not None and client.refused is None
-        if engine is not client.engine or belongs != client.belongs:
-            self.leave(peer, client)
-            self._bind(peer, client, engine)
-        client.engine_name, client.belongs = name, belongs
-        client.generation = said.generation if belongs else None
+                uid, shown = client.uid, engine.token if holds else said.registration
+                refused = refusal(engine.name, engine.token, engine.uid, shown, uid)
+                engine = engine if refused is None or may_control(engine.uid, uid) else None
+            if engine is not None and refused is None and not holds:
+                refused = self._contradicts(engine, said)
+        if engine is not client.engine or (refused is None) != (client.refused is None):
+            self.leave(client)
+        client.engine, client.refused = engine, refused
+        client.generation = said.generation if client.belongs else None
         client.returns = said.returns
         if engine is not None:
+            engine.clients.add(client.peer)
             engine.heard.set()
 
     def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
@@ -215,18 +193,13 @@ class Engines:
             engine.origin = Origin.SAID
         return why
 
-    def _bind(self, peer: bytes, client: KnownClient, engine: HostedEngine | None) -> None:
-        client.engine = engine
-        if engine is not None:
-            engine.clients.add(peer)
-
-    def bound(self, peer: bytes, client: KnownClient, *, control: bool = False) -> HostedEngine:
+    def bound(self, client: KnownClient, *, control: bool = False) -> HostedEngine:
         """The engine that the client belongs to or, if `control`, may control.
 
         Raises RequestError: unknown_engine, not_yours, not_this_engine.
         """
         if client.engine is None and client.refused is None:  # the engine may have registered since the last Hello
-            self.join(peer, client, client.engine_name)
+            self.join(client, wire.Hello(client.engine_name))
         if client.engine is not None and (client.belongs or control):
             return client.engine
         if client.refused is not None:
@@ -246,23 +219,18 @@ class Engines:
             return "this daemon has no engine of its own (no [cache]); name one, or register it"
         return f"no engine {name!r} is registered"
 
-    def known_to(self, client: KnownClient) -> tuple[int, str, int]:
-        """(epoch, registration, the registration's epoch) of the client's engine, for a Welcome."""
-        engine = client.engine if client.belongs else None
-        return (0, "", 0) if engine is None else (engine.cache.epoch, engine.token, engine.first_epoch)
-
-    def leave(self, peer: bytes, client: KnownClient, how: str = "has left") -> None:
+    def leave(self, client: KnownClient, how: str = "has left") -> None:
         """Unbind a client that is gone or changes its engine. A registered engine leaves with its last client.
 
         how: the client left or was lost, for those who come later.
         """
-        engine, client.engine, client.belongs = client.engine, None, False
+        engine, client.engine = client.engine, None
         if engine is None:
             return
-        engine.clients.discard(peer)
+        engine.clients.discard(client.peer)
         engine.heard.set()
-        engine.client_gone(peer)
-        self.prefetches.left(peer)
+        engine.client_gone(client.peer)
+        self.prefetches.left(client.peer)
         held, client.holds = client.holds, False
         if held:
             engine.holders -= 1
@@ -279,29 +247,29 @@ class Engines:
             if client.engine.origin is Origin.CONFIGURED:
                 client.engine.origin = Origin.SAID
 
-    async def offer(self, peer: bytes, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
+    async def offer(self, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
-        engine = self.bound(peer, client)
+        engine = self.bound(client)
         if (new := memories_of(handle) - engine.cache.memories(rank)) > 0:
-            mapped = [MappedBy(one.name, one.uid, one.cache.memories()) for one in self.all]
+            mapped = [(one.uid, one.cache.memories()) for one in self.all]
             check_memories(new, engine.name, client.uid, mapped)
-        answer = await engine.cache.offer(peer, rank, handle, epoch)
+        answer = await engine.cache.offer(client.peer, rank, handle, epoch)
         if client.engine is engine:
             self.hold(client)
         return answer
 
-    async def set_generation(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
+    async def set_generation(self, client: KnownClient, engine: HostedEngine, generation: str) -> None:
         """Let an engine use another generation. Returns once its other clients have answered with it, or are lost.
 
         If the daemon then dies, each of them asserts the new generation to the next daemon. Raises RequestError.
         """
         engine.cache.set_generation(generation)
-        await self._make_known(peer, engine, generation)
+        await self._make_known(client.peer, engine, generation)
 
-    async def restore(self, peer: bytes, engine: HostedEngine, restore: wire.RestoreCache) -> int:
+    async def restore(self, client: KnownClient, engine: HostedEngine, restore: wire.RestoreCache) -> int:
         """Restore a cleared cache. Returns when `set_generation` would: the engine's other clients know of it."""
         epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
-        await self._make_known(peer, engine, engine.coordinator.generation)
+        await self._make_known(client.peer, engine, engine.coordinator.generation)
         return epoch
 
     async def _make_known(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
@@ -321,7 +289,7 @@ class Engines:
 
     # --- registration -------------------------------------------------------------------------------
 
-    async def register(self, peer: bytes, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
+    async def register(self, client: KnownClient, asked: wire.Register) -> dict[str, Any]:
         """Create the client's engine, or find the one that the same registration created. Returns its epoch.
 
         Waits while the daemon starts. Raises RequestError (engine_exists, too_many_engines, layout_mismatch,
@@ -334,39 +302,31 @@ class Engines:
         if ended is not None and ended.code == UNREGISTERED:
             raise RequestError(f"{ended.message}; register it with a new token", code=UNREGISTERED)
         there, building = self._by_name.get(name), self._building.get(name)
-        if (
-            building is not None
-            and building.registrant.uid == uid
-            and shows(building.registrant.asked.token, asked.token)
-        ):
-            self._check_same(name, building.registrant.asked, asked)
-        elif building is not None or (there is not None and not self._is(there, asked)):
-            what = f"an engine {name!r} is already registered, and one of its clients is alive"
-            raise RequestError(what, code="engine_exists")
+        if building is not None:
+            self._check_same(name, building.registrant, asked, shared=building.registrant.uid == uid)
         elif there is not None:
-            self.join(peer, client, name, there.token)
-            if client.engine is there:
-                self.hold(client)
-                return {"epoch": there.cache.epoch, "registered": there.first_epoch}
-            raise RequestError(self.absent(client), code="not_yours")
+            if asked.generation == there.coordinator.generation and there.registration is not None:
+                asked = msgspec.structs.replace(asked, generation=there.registration.asked.generation)
+            self._check_same(name, there.registration, asked)
         else:
             building = self._begun(name, client, asked)
-        assert building is not None
-        engine = await self._built(building)
+        engine = there if building is None else await self._built(building)
+        assert engine is not None
         if self._by_name.get(name) is engine:
-            self.join(peer, client, name, engine.token)
+            self.join(client, wire.Hello(name, engine.token))
+            if client.engine is not engine:
+                raise RequestError(self.absent(client), code="not_yours")
             self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
-    def _is(self, there: HostedEngine, asked: wire.Register) -> bool:
-        """Whether this is the engine that a registration asks for. Raises RequestError if it has become another."""
-        if there.registration is None or not shows(there.token, asked.token):
-            return False
-        before = there.registration.asked
-        if asked.generation == there.coordinator.generation:
-            asked = msgspec.structs.replace(asked, generation=before.generation)
-        self._check_same(there.name, before, asked)
-        return True
+    def _check_same(self, name: str, before: Registrant | None, asked: wire.Register, *, shared: bool = True) -> None:
+        """Raise RequestError unless this registration is one that was made before. before: None for [cache]."""
+        if before is None or not shared or not shows(before.asked.token, asked.token):
+            what = f"an engine {name!r} is already registered, and one of its clients is alive"
+            raise RequestError(what, code="engine_exists")
+        if asked != before.asked:
+            what = f"the engine {name!r} is registered with another geometry, model or generation"
+            raise RequestError(what, code="layout_mismatch")
 
     def _begun(self, name: str, client: KnownClient, asked: wire.Register) -> Building:
         """Begin to create an engine. Raises RequestError."""
@@ -378,9 +338,8 @@ class Engines:
         if len(asked.token) < LEAST_TOKEN:
             raise RequestError(f"a registration's token has at least {LEAST_TOKEN} characters", code="bad_value")
         config, registrant = self._configured(asked, client.uid), Registrant(asked, *client.who)
-        task = asyncio.get_running_loop().create_task(self._build(name, config, registrant, share))
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        task = asyncio.get_running_loop().create_task(self._made(name, config, registrant, share))
+        task.add_done_callback(lambda _: self._building.pop(name))
         building = self._building[name] = Building(registrant, task)
         return building
 
@@ -395,22 +354,14 @@ class Engines:
         finally:
             building.waiting -= 1
 
-    async def _build(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
-        try:
-            return await self._made(name, config, registration, share)
-        finally:
-            del self._building[name]
-
     async def _made(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
         run = self._shared.threads.run
         try:
             # In a thread: an engine chooses how many layers and ranks it has.
             plan = await run(Direction.SETUP, functools.partial(_planned, config), "planning an engine")
             self.host.book(registration, name, plan.sizes.memory)
-            make = functools.partial(
-                HostedEngine, name, config, plan, self._shared, self.total, self._epochs, registration=registration
-            )
-            engine = await run(Direction.SETUP, make, "making an engine")
+            parts = name, plan, self._shared, self.total, self._epochs, registration
+            engine = await run(Direction.SETUP, lambda: HostedEngine(*parts), "making an engine")
         except BaseException:
             self.host.give_back(registration)
             raise
@@ -432,11 +383,6 @@ class Engines:
         which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
         log.info("engine registered", engine=name, ranks=len(engine.workers), **which)
         return engine
-
-    def _check_same(self, name: str, before: wire.Register, asked: wire.Register) -> None:
-        if asked != before:
-            what = f"the engine {name!r} is registered with another geometry, model or generation"
-            raise RequestError(what, code="layout_mismatch")
 
     def _check_room(self, name: str, uid: int | None) -> None:
         if self.closed:
@@ -511,7 +457,7 @@ class Engines:
             for peer in engine.clients:
                 client = self._clients.get(peer)
                 if client is not None and client.engine is engine:
-                    client.engine, client.belongs, client.holds = None, False, False
+                    client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
             leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
@@ -551,8 +497,8 @@ class Engines:
 
     async def settled(self) -> None:
         """Wait until every leaving engine has left."""
-        while self._leaving or self._work:
-            await asyncio.wait([*self._leaving.values(), *self._work])
+        while self._leaving or self._building:
+            await asyncio.wait([*self._leaving.values(), *(one.task for one in self._building.values())])
 
     def _orphaned(self, building: Building, task: asyncio.Task[HostedEngine]) -> None:
         """After a registering client was lost: remove the engine if no other client uses it."""

@@ -19,7 +19,6 @@ from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, W
 from transferd.observability.history import History
 from transferd.observability.report import Report
 from transferd.observability.report_memory import ReportMemory
-from transferd.observability.task_log import TaskLog
 
 LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a machine stands still now and then
 
@@ -27,10 +26,10 @@ LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a mach
 class HealthCheck:
     """One for the daemon."""
 
-    def __init__(self, parts: Parts, listing: Listing, tasks: TaskLog, viewed: ReportMemory) -> None:
+    def __init__(self, parts: Parts, listing: Listing, viewed: ReportMemory) -> None:
         """viewed: gets its reports from here."""
         self._viewed = viewed
-        self._parts, self._listing, self._tasks = parts, listing, tasks
+        self._parts, self._listing = parts, listing
         self._now = parts.clock.monotonic
         self._watch = Watch()
         self._history = History(self._now())
@@ -41,7 +40,7 @@ class HealthCheck:
     def report(self) -> Generator[None, None, Report]:
         """The daemon's report as it is now, with what is wrong, in pieces."""
         now = self._looked_at = self._now()
-        report = yield from report_of(self._parts, self._tasks)
+        report = yield from report_of(self._parts)
         yield
         report.storage.hit_share_1min = self._history.hit_share(report, now)
         self._history.add(report, now)
@@ -71,7 +70,7 @@ class HealthCheck:
     def _measured(self) -> Measured:
         oldest_s, oldest = self._listing.oldest_running(OLDEST_TASK_S)
         return Measured(
-            not_ready=self._parts.not_ready(),
+            not_ready=self._parts.not_ready,
             lag_s=sorted(self._lags)[-LATE] if len(self._lags) >= LATE else 0.0,
             storage_p99_s=self._parts.windows.recent().storage_p99_s,
             oldest_s=oldest_s,

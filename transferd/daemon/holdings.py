@@ -21,7 +21,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import check_operator, is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import MAX_MATCH_KEYS
+from transferd.daemon.lookup import check_keys, needed
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
@@ -58,9 +58,7 @@ class Holdings:
     @property
     def _keeper(self) -> Keeper:
         """The storage's keeper. Raises RequestError if there is none."""
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        if (keeper := self._own_keeper) is None:
+        if (keeper := needed(self._storage).keeper) is None:
             what = f"the {self._backend} backend does not know its own objects, so it cannot purge, pin or keep shares"
             raise RequestError(f"{what}; use its own tools, or a new generation", code="backend_cannot")
         return keeper
@@ -102,10 +100,11 @@ class Holdings:
             keeper.retire(lambda name: objects.id_of(before, name) is not None)
 
     def left(self, engine: HostedEngine) -> None:
-        """Note that the engine is gone."""
-        keeper = self._own_keeper
-        if self._engines.pop(engine.owner, None) is not None and keeper is not None:
-            keeper.leave(engine.owner)
+        """Note that the engine is gone, unless its user has registered the next one of its name meanwhile."""
+        if self._engines.get(engine.owner) is engine:
+            del self._engines[engine.owner]
+            if (keeper := self._own_keeper) is not None:
+                keeper.leave(engine.owner)
 
     def report(self, level: str = "") -> list[HoldingReport]:
         """The objects of each engine in storage, and those without an owner, the most bytes first. level: in one."""
@@ -163,9 +162,7 @@ class Holdings:
             await keeper.unpin(owner, names)
 
     def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
-        if len(keys) > MAX_MATCH_KEYS:
-            what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
-            raise RequestError(what, code="too_many_keys")
+        check_keys(keys)
         now = engine.dispatcher.generation
         return engine.object_names(keys, now if generation is None else generation)
 
@@ -216,9 +213,7 @@ class Holdings:
     async def change_level(self, client: KnownClient, asked: wire.ChangeLevel) -> dict[str, str | int]:
         """Take a level out, or put it back: it changes what all engines find. Raises RequestError."""
         check_operator(client.uid, "change the levels of storage")
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        levels = self._storage.levels
+        levels = needed(self._storage).levels
         if levels is None:
             how = "taken out" if asked.leaves else "put back"
             what = f"the store is {self._backend} alone, so no level {asked.level[:80]!r} can be {how}"
@@ -240,9 +235,7 @@ class Holdings:
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:
         """Make copies in other nodes of a pool. It needs a right, because the copies take other nodes' room."""
         check_operator(client.uid, "have a pool's objects copied")
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        pool = self._storage.pool
+        pool = needed(self._storage).pool
         if pool is None:
             what = f"the {self._backend} backend has no copies on other nodes (those of a Mooncake pool do)"
             raise RequestError(what, code="backend_cannot")

@@ -87,10 +87,19 @@ class Listing:
         return rows
 
     def clients(self, limit: int, engine: str = "") -> list[dict[str, Any]]:
-        """At most `limit` clients, the oldest first; `tasks`: how many it waits for. engine: as in `tasks`."""
-        rows, engines = self._clients.rows(limit, self._now(), engine), self._engines.all
-        each = [sum(one.dispatcher.waits(row["client"].encode()) for one in engines) for row in rows]
-        return [row | {"tasks": tasks} for row, tasks in zip(rows, each, strict=True)]
+        """At most `limit` clients, the oldest first. engine: as in `tasks`.
+
+        Each with how long it is connected and how many tasks it waits for; its uid and pid, but None on tcp.
+        """
+        rows, now = [], self._now()
+        for client in itertools.islice(self._clients.of(engine), limit):
+            uid, pid = client.who
+            where = self._clients.where(client.peer)
+            row = {"client": client.peer.decode(), "engine": client.engine_name, "peer": where}
+            times = {"connected_s": now - client.came_at, "silent_s": now - client.seen_at}
+            tasks = sum(one.dispatcher.waits(client.peer) for one in self._engines.all)
+            rows.append(row | {"uid": uid, "pid": pid, "observer": client.observer} | times | {"tasks": tasks})
+        return rows
 
     def _admitted(self, limit: int, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
         """At most `limit` admitted tasks with their engines, the oldest first."""

@@ -15,12 +15,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from transferd.daemon.clients import Clients
-from transferd.observability.recorder import Recorder
 from transferd.wire.shares import Places
 
 log = structlog.get_logger(__name__)
@@ -38,6 +37,7 @@ class _Watched:
     clients: set[bytes]
 
 
+@dataclass(eq=False, repr=False)
 class Liveness:
     """Watches `clients`. Used on one event loop.
 
@@ -46,20 +46,13 @@ class Liveness:
     lost: how many clients were lost.
     """
 
-    def __init__(
-        self,
-        clients: Clients,
-        timeout: float,
-        now: Callable[[], float],
-        recorder: Recorder,
-        forget: Callable[[bytes, str], None],
-    ) -> None:
-        self.lost = 0
-        self._clients = clients
-        self._timeout = timeout
-        self._now = now
-        self._recorder = recorder
-        self._forget = forget
+    clients: Clients
+    timeout: float
+    now: Callable[[], float]
+    forget: Callable[[bytes, str], None]
+    lost: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._processes: dict[int, _Watched] = {}  # by process id
         self._pid_of: dict[bytes, int] = {}  # of the clients whose processes are watched
         self._places = Places()
@@ -76,7 +69,7 @@ class Liveness:
 
         If all places are taken, the user with most of them gives his newest to a user who has fewer.
         """
-        uid, pid = self._clients[client].who
+        uid, pid = self.clients[client].who
         if uid is None or not pid or client in self._pid_of:
             return
         if pid not in self._processes:
@@ -117,33 +110,33 @@ class Liveness:
             self._stop(pid)
 
     def _look_later(self) -> None:
-        delay = self._timeout / 2
-        self._due = self._now() + delay
+        delay = self.timeout / 2
+        self._due = self.now() + delay
         self._timer = asyncio.get_running_loop().call_later(delay, self._look)
 
     def _look(self) -> None:
         self._timer = None
-        now = self._now()
+        now = self.now()
         # If we are late, this process was stalled, and messages of clients may be unread in the socket.
-        if now - self._due < self._timeout / 4:
-            for client in self._clients:
-                silent_s = now - self._clients[client].seen_at
-                if silent_s > self._timeout * (LIVING if self._lives(client) else 1):
-                    self._recorder.aside("", "client silent", client)
+        if now - self._due < self.timeout / 4:
+            for client in self.clients:
+                silent_s = now - self.clients[client].seen_at
+                if silent_s > self.timeout * (LIVING if self._lives(client) else 1):
+                    self.clients.recorder.aside("", "client silent", client)
                     self._lose(client, f"was silent for {silent_s:.1f} s", why="silent", silent_s=round(silent_s, 3))
-        if self._clients:
+        if self.clients:
             self._look_later()
 
     def _lives(self, client: bytes) -> bool:
         """Whether its process is seen to live, and may still speak on this connection: after a loss it uses another."""
-        return client in self._pid_of and self._clients.transport.peer(client) is not None
+        return client in self._pid_of and self.clients.transport.peer(client) is not None
 
     def _ended(self, pid: int) -> None:
         for client in list(self._processes[pid].clients):
-            self._recorder.aside("", "client ended", client)
+            self.clients.recorder.aside("", "client ended", client)
             self._lose(client, "ended with its process", why="its process has ended")
 
     def _lose(self, client: bytes, how: str, **why: object) -> None:
-        log.warning("client gone", engine=self._clients.engine_of(client), client=client.decode(), **why)
+        log.warning("client gone", engine=self.clients.engine_of(client), client=client.decode(), **why)
         self.lost += 1
-        self._forget(client, how)
+        self.forget(client, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from dataclasses import dataclass
 from socket import gethostname
 
 from transferd.blocks.formats import ObjectFormat
@@ -10,10 +11,11 @@ from transferd.blocks.keys import path_keys
 from transferd.control.admission import check_salt
 from transferd.control.dispatcher import Dispatcher
 from transferd.daemon.cache_memory import CacheMemory
+from transferd.daemon.kv_events.feed import KvEventFeed
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
 from transferd.runtime.loop_turns import OneATurn
-from transferd.storage.attention_store.open_index import ANY_MEDIUM, TokenIndex
+from transferd.storage.attention_store.open_index import ANY_MEDIUM
 from transferd.storage.base import Storage
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
@@ -29,51 +31,34 @@ MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks
 LookedUp = Callable[[int, int, Sequence[str], int | None], None]
 
 
+@dataclass(eq=False, repr=False)
 class Lookup:
     """Asks the ranks, the token storage or the token index, whichever exists.
 
     storage: that of blocks by keys, if any.
     owner: the owner of the engine's objects in storage.
     tokens: the token-indexed storage, if any.
-    index: returns the open token index, up to date.
+    feed: has the open token index, and learns what was not found.
     pieces: the turns of all engines' long look-ups.
-    absent: called with the keys that a look-up has not found.
     looked_up: called with the number of blocks of each look-up, how many of them could be loaded, their keys (none of
         token-indexed storage), and the position of the first one that could not.
     """
 
-    def __init__(
-        self,
-        workers: Sequence[RankWorker],
-        dispatcher: Dispatcher,
-        cache: CacheMemory,
-        objects: ObjectFormat,
-        *,
-        storage: Storage | None,
-        tokens: TokenStorage | None,
-        index: Callable[[], TokenIndex | None],
-        owner: Hashable = None,
-        pieces: OneATurn | None = None,
-        looked_up: LookedUp = lambda blocks, found, keys, missing: None,  # noqa: ARG005 - nobody counts
-        absent: Callable[[Sequence[str]], None] = lambda keys: None,  # noqa: ARG005 - nobody has announced them
-    ) -> None:
-        self._workers = workers
-        self._dispatcher = dispatcher
-        self._cache = cache
-        self._objects = objects
-        self._storage = storage
-        self._tokens = tokens
-        self._index = index
-        self._owner = owner
-        self._block_size = dispatcher.limits.token_block
-        self._pieces = pieces or OneATurn()
-        self._looked_up = looked_up
-        self._absent = absent
+    workers: Sequence[RankWorker]
+    dispatcher: Dispatcher
+    cache: CacheMemory
+    objects: ObjectFormat
+    storage: Storage | None
+    tokens: TokenStorage | None
+    feed: KvEventFeed | None
+    owner: Hashable
+    pieces: OneATurn
+    looked_up: LookedUp
 
     async def match(self, keys: Sequence[str]) -> int:
         """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
         found = leading(await self._exists(keys, use=True))
-        self._looked_up(len(keys), found, keys, found if found < len(keys) else None)
+        self.looked_up(len(keys), found, keys, found if found < len(keys) else None)
         return found
 
     async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
@@ -83,29 +68,29 @@ class Lookup:
         """
         found = await self._exists(keys, use=use)
         if use:
-            self._looked_up(len(keys), sum(found), keys, None if all(found) else found.index(False))
+            self.looked_up(len(keys), sum(found), keys, None if all(found) else found.index(False))
         return found
 
     async def _exists(self, keys: Sequence[str], *, use: bool) -> list[bool]:
-        if self._cache.missing:
+        if self.cache.missing:
             return [False] * len(keys)
         found: list[bool] = []
-        asked = Use(counts=use, owner=self._owner)
+        asked = Use(counts=use, owner=self.owner)
         async for names in self._names(keys):
             asked.start = len(found)  # all of them are one chain
-            by_rank = await every(w.stored(n, asked) for w, n in zip(self._workers, names, strict=True))
+            by_rank = await every(w.stored(n, asked) for w, n in zip(self.workers, names, strict=True))
             found += [all(there) for there in zip(*by_rank, strict=True)]
-        if not all(found):
-            self._absent([key for key, there in zip(keys, found, strict=True) if not there])
+        if self.feed is not None and not all(found):
+            self.feed.not_found([key for key, there in zip(keys, found, strict=True) if not there])
         return found
 
     async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
         """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
         [names] = [names async for names in self._names(keys, at_once=True)]
-        assert self._storage is not None
-        if self._cache.missing or not keys:
+        assert self.storage is not None
+        if self.cache.missing or not keys:
             return {}
-        found = await _where(self._storage, [name for rank in names for name in rank])
+        found = await _where(self.storage, [name for rank in names for name in rank])
         media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
         each = len(keys)  # names are rank after rank
         counts = {level: leading([all(there[i::each]) for i in range(each)]) for level, there in media.items()}
@@ -116,23 +101,20 @@ class Lookup:
 
         at_once: all of them together at the end. So it is with storage that is asked over a network, too.
         """
-        if self._tokens is not None:
+        if self.tokens is not None:
             what = "storage is token-indexed: match token_ids; there are no keys to ask for"
             raise RequestError(what, code="token_ids_required")
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        if len(keys) > MAX_MATCH_KEYS:
-            what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be looked up at once"
-            raise RequestError(what, code="too_many_keys")
-        generation, ranks = self._dispatcher.generation, [worker.context.object_rank for worker in self._workers]
-        at_once = at_once or len(keys) <= PIECE or self._storage.index.find([], None) is None
+        storage = needed(self.storage)
+        check_keys(keys)
+        generation, ranks = self.dispatcher.generation, [worker.context.object_rank for worker in self.workers]
+        at_once = at_once or len(keys) <= PIECE or storage.index.find([], None) is None
         names: list[list[str]] = [[] for _ in ranks]
         for start in range(0, max(len(keys), 1), PIECE):
             if len(keys) > PIECE:
-                await self._pieces.turn()
-            ids = self._objects.ids(keys[start : start + PIECE])
+                await self.pieces.turn()
+            ids = self.objects.ids(keys[start : start + PIECE])
             for mine, rank in zip(names, ranks, strict=True):
-                mine += self._objects.names(generation, ids, rank)
+                mine += self.objects.names(generation, ids, rank)
             if not at_once:
                 yield names
                 names = [[] for _ in ranks]
@@ -141,30 +123,44 @@ class Lookup:
 
     async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:
         """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""
-        if self._tokens is None:
+        if self.tokens is None:
             raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
         if salt:
-            check_salt(salt, salts=self._tokens.salts)
-        blocks = len(path) // self._block_size
+            check_salt(salt, salts=self.tokens.salts)
+        blocks = len(path) // self.dispatcher.limits.token_block
         if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
             what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
             raise RequestError(what, code="bad_value")
-        if self._cache.missing:
+        if self.cache.missing:
             return 0
-        found = await self._tokens.match(path, start, self._dispatcher.generation, salt)
-        self._looked_up(blocks - start, found, (), None)
+        found = await self.tokens.match(path, start, self.dispatcher.generation, salt)
+        self.looked_up(blocks - start, found, (), None)
         return found
 
     def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
         """How many leading blocks of a path each node has in each medium. Raises RequestError."""
-        index = self._index()
+        index = None if self.feed is None else self.feed.up_to_date()
         if index is None:
             raise RequestError("this daemon keeps no open token index", code="no_token_index")
-        block_size = self._block_size
+        block_size = self.dispatcher.limits.token_block
         if len(path) // block_size > MAX_MATCH_KEYS:
             raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
         check_salt(salt, salts=True)
         return index.locate([block_hash(key) for key in path_keys(path, block_size, salt)])
+
+
+def needed(storage: Storage | None) -> Storage:
+    """The daemon's storage of blocks by keys. Raises RequestError without one."""
+    if storage is None:
+        raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
+    return storage
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """Raise RequestError if a request names too many keys."""
+    if len(keys) > MAX_MATCH_KEYS:
+        what = f"{len(keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
+        raise RequestError(what, code="too_many_keys")
 
 
 def keys_bytes(keys: Sequence[str]) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from transferd.errors import TransferError
 from transferd.runtime.limits import most_maps
@@ -19,14 +18,6 @@ from transferd.tiers.shm import KIND
 MAPS_EACH = 3  # the file, and what is reserved before and behind it
 OF_DESCRIPTORS, OF_MAPS = 4, 2  # all memories together take a quarter, and a half, of these
 FEWEST = 256  # one user may always have so many
-
-
-class MappedBy(NamedTuple):
-    """The memories that one engine has mapped."""
-
-    engine: str
-    uid: int | None
-    memories: int
 
 
 def most_memories() -> int:
@@ -43,13 +34,16 @@ def memories_of(handle: DeviceHandle) -> int:
     return 0 if handle.kind != KIND else 1 + (len(more) if isinstance(more, list) else 0)
 
 
-def check_memories(new: int, engine: str, uid: int | None, mapped: Iterable[MappedBy]) -> None:
-    """Raise `no_room` unless an engine of this user may map so many more. mapped: those of all engines."""
+def check_memories(new: int, engine: str, uid: int | None, mapped: Iterable[tuple[int | None, int]]) -> None:
+    """Raise `no_room` unless an engine of this user may map so many more.
+
+    mapped: of each engine, its user and how many it has mapped.
+    """
     most, each = most_memories(), list(mapped)
     bounds = {"all engines": most, "those of one user": max(most // 2, min(FEWEST, most))}
     have = {
-        "all engines": sum(one.memories for one in each),
-        "those of one user": sum(one.memories for one in each if one.uid == uid),
+        "all engines": sum(number for _, number in each),
+        "those of one user": sum(number for whose, number in each if whose == uid),
     }
     for whose, bound in bounds.items():
         if have[whose] + new > bound:

@@ -7,8 +7,7 @@ cancel ends it earlier, and so does the leaving of its last client. A repeated r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import MAX_MATCH_KEYS, keys_bytes
+from transferd.daemon.lookup import check_keys, keys_bytes, needed
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.storage.base import Storage
@@ -105,16 +104,12 @@ class EnginePrefetches:
     @property
     def _prefetcher(self) -> Prefetcher | None:
         """The storage's prefetcher; None without levels. Raises RequestError without storage."""
-        if self._storage is None:
-            raise RequestError('this daemon has no storage tier (storage.backend = "none")', code="no_storage_tier")
-        levels = self._storage.levels
+        levels = needed(self._storage).levels
         return None if levels is None else levels.prefetcher
 
     def _begin(self, key: Key, asked: wire.Prefetch) -> Running:
         engine = key[0]
-        if len(asked.keys) > MAX_MATCH_KEYS:
-            what = f"{len(asked.keys)} keys, at most {MAX_MATCH_KEYS} can be named at once"
-            raise RequestError(what, code="too_many_keys")
+        check_keys(asked.keys)
         others = [one.nbytes for (other, _), one in self._running.items() if other is engine]
         nbytes = keys_bytes(asked.keys)
         if others and (len(others) >= MOST or sum(others) + nbytes > MOST_BYTES):
@@ -161,10 +156,14 @@ class EnginePrefetches:
         stop = one.stop.result() if one.stop.done() else None
         brought = {} if bringing is None else bringing.brought
         each, seconds = len(engine.objects.parts), self._clock.monotonic() - began
+        info = None if error is None else ErrorInfo(error.reason, str(error))
         outcomes = []
         for number, worker in enumerate(engine.workers):
-            mine = [names[number * each : (number + 1) * each] for names in blocks]
-            outcomes.append(_of_rank(worker.rank, mine, there, brought, error, stop, seconds))
+            mine = [names[number * each : (number + 1) * each] for names in blocks]  # its objects, by block
+            moved = [i for i, names in enumerate(mine) if there >= set(names)]
+            nbytes = sum(brought.get(name, 0) for names in mine for name in names)
+            why = (None, None) if len(moved) == len(mine) else (info, stop)
+            outcomes.append(RankOutcome(worker.rank, moved, nbytes, why[0], stop=why[1], storage_s=seconds))
         return self._result(asked, outcomes, generation, seconds)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
@@ -194,24 +193,3 @@ class EnginePrefetches:
             generation=generation,
             boot_id=self._boot_id,
         )
-
-
-def _of_rank(
-    rank: int,
-    blocks: Sequence[Sequence[str]],
-    there: AbstractSet[str],
-    brought: Mapping[str, int],
-    error: TransferError | None,
-    stop: Stop | None,
-    seconds: float,
-) -> RankOutcome:
-    """The outcome of a prefetch on one rank.
-
-    blocks: the names of its objects, by block.
-    there: the objects that are up.
-    """
-    moved = [i for i, names in enumerate(blocks) if there >= set(names)]
-    whole = len(moved) == len(blocks)
-    nbytes = sum(brought.get(name, 0) for names in blocks for name in names)
-    info = None if whole or error is None else ErrorInfo(error.reason, str(error))
-    return RankOutcome(rank, moved, nbytes, info, stop=None if whole else stop, storage_s=seconds)

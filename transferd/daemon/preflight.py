@@ -70,12 +70,17 @@ class Sizes:
 class EnginePlan:
     """What follows from the configuration of one engine. None of its parts is open."""
 
+    config: Config  # the daemon's, with this engine's cache and storage
     layout: BlockLayout
     objects: ObjectFormat
     generation: str
-    creator: Creator
     sizes: Sizes
     tokens: TokenStorage | None = None
+
+    @property
+    def only_flush(self) -> bool:
+        """Whether its writes tell token-indexed storage what the engine has, and move no bytes."""
+        return self.tokens is not None and self.config.storage.attention_store.only_flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +121,12 @@ def build_engine(config: Config) -> EnginePlan:
         raise ConfigError("cache.layers", problem, cache.layers)
     check_device(config)
     objects = object_format(config.storage, layout)
-    staged = _staged(config.host.staging, objects.slot_bytes)
+    slots_in(config.host.staging, objects.slot_bytes)
+    staged = int(config.host.staging)
     if config.pd.mode == "direct":
-        sealed = SealedBlocks(config.storage.model, layout)
-        staged += _staged(config.pd.staging, sealed.slot_bytes, "pd.staging")
-    owner = creator(config)
-    shared = device_bytes(layout) if cache.device == "shm" and owner is Creator.DAEMON else 0
+        slots_in(config.pd.staging, SealedBlocks(config.storage.model, layout).slot_bytes, key="pd.staging")
+        staged += config.pd.staging
+    shared = device_bytes(layout) if cache.device == "shm" and creator(config) is Creator.DAEMON else 0
     sizes = Sizes(
         block=layout.block_bytes,
         shared=shared * cache.ranks,
@@ -129,12 +134,7 @@ def build_engine(config: Config) -> EnginePlan:
         staging=staged * cache.ranks,
         places=PLACE_BYTES * len(layout.segments) * cache.ranks,
     )
-    return EnginePlan(layout, objects, configured_generation(config.storage), owner, sizes)
-
-
-def _staged(nbytes: int, slot_bytes: int, key: str = "host.staging") -> int:
-    slots_in(nbytes, slot_bytes, key=key)
-    return nbytes
+    return EnginePlan(config, layout, objects, configured_generation(config.storage), sizes)
 
 
 def device_bytes(layout: BlockLayout) -> int:

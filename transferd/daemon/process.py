@@ -23,7 +23,7 @@ from transferd.daemon.daemon import Daemon
 from transferd.daemon.preflight import build, examine
 from transferd.daemon.reload import Reloader
 from transferd.daemon.start_progress import StartProgress
-from transferd.daemon.systemd import Notifier, Watchdog
+from transferd.daemon.systemd import Notifier, feed_watchdog
 from transferd.errors import ConfigError, TransferError
 from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
@@ -114,7 +114,7 @@ async def _live(daemon: Daemon, reload: Callable[[], Config] | None) -> int:
     if hanging:
         log.error("stopped with hanging work; exiting without waiting for it", hanging=hanging)
         return STILL_RUNNING
-    log.info("stopped", uptime_s=round(daemon.uptime_s, 3))
+    log.info("stopped", uptime_s=round(daemon.clock.monotonic() - daemon.started_at, 3))
     return 0
 
 
@@ -163,14 +163,13 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     )
     notifier.notify("READY=1", f"STATUS={reloader.status()}")
     reloader.serving = True
-    watchdog = Watchdog.from_environment(notifier, lambda: daemon.alive, status=reloader.status)
-    watchdog.start()
+    watchdog = asyncio.ensure_future(feed_watchdog(notifier, lambda: daemon.alive, reloader.status))
     try:
         if waiting_for:
             await _until_ready(daemon, StartProgress(notifier, 0, daemon.clock.monotonic), signals.stop)
         await asyncio.wait({signals.stop})
     finally:
-        watchdog.stop()
+        watchdog.cancel()
 
 
 def _warn_of_bare_names(storage: StorageSection) -> None:

@@ -73,9 +73,8 @@ class Reloader:
         changed = [key for key in different if takes_effect(key)]
         self._needs_restart = [key for key in different if not takes_effect(key)]
         keys = {"keys_added": added, "keys_revoked": revoked} if added or revoked else {}
-        before = {key: self._running.get(key) for key in changed}
+        now = {key: [self._running.get(key), new.get(key)] for key in changed}
         self._running |= {key: new.get(key) for key in changed}
-        now = {key: [before[key], new.get(key)] for key in changed}
         self._daemon.engines.acts.noted("reload", ", ".join(changed))
         log.info("reloaded", changed=now, needs_restart=self._needs_restart, **keys)
         if self._needs_restart:

@@ -6,6 +6,7 @@ A server's host memory has hundreds of gigabytes and takes minutes to allocate; 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
@@ -20,6 +21,7 @@ FIRST_LINE_S = 5.0  # the time until the first log line; the time between lines 
 LONGEST_SILENCE_S = 600.0
 
 
+@dataclass(eq=False)
 class StartProgress:
     """One start.
 
@@ -28,15 +30,14 @@ class StartProgress:
     show: prints a line on a terminal.
     """
 
-    def __init__(
-        self, notifier: Notifier, total: int, now: Callable[[], float], show: Callable[[str], bool] = logs.show
-    ) -> None:
-        self._notifier = notifier
-        self._total = total
-        self._now = now
-        self._show = show
+    notifier: Notifier
+    total: int
+    now: Callable[[], float]
+    show: Callable[[str], bool] = logs.show
+
+    def __post_init__(self) -> None:
         self._made = (-1, -1)
-        self._began = now()
+        self._began = self.now()
         self._line_after = FIRST_LINE_S
 
     def making_memory(self, populated: int, pinned: int) -> None:
@@ -45,39 +46,39 @@ class StartProgress:
         We extend systemd's time limit only while these grow. A region is pinned after all of it was populated, which by
         itself takes minutes if the region is large.
         """
-        seconds, total = self._now() - self._began, size(self._total)
+        seconds, total = self.now() - self._began, size(self.total)
         if (populated, pinned) != self._made:
             self._made = (populated, pinned)
             made = f"{size(populated)} of {total} of host memory populated, {size(pinned)} pinned"
-            self._notifier.notify(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}", f"STATUS=starting: {made}")
-        if 0 < populated < self._total:
+            self.notifier.notify(f"EXTEND_TIMEOUT_USEC={EXTEND_S * 1_000_000}", f"STATUS=starting: {made}")
+        if 0 < populated < self.total:
             rate = populated / seconds if seconds > 0 else 0.0
-            left = (self._total - populated) / rate if rate else None
-            shown = f"{bar(populated, self._total, 8)} {size(populated)} of {total} of host memory, {size(rate)}/s"
+            left = (self.total - populated) / rate if rate else None
+            shown = f"{bar(populated, self.total, 8)} {size(populated)} of {total} of host memory, {size(rate)}/s"
             rates = {"bytes_per_s": round(rate), "left_s": left and round(left)}
             self._report(f"{shown}, {span(left)} left", populated=populated, **rates)
-        elif 0 < pinned < self._total:
-            shown = f"{bar(pinned, self._total, 8)} {size(pinned)} of {total} of host memory pinned"
+        elif 0 < pinned < self.total:
+            shown = f"{bar(pinned, self.total, 8)} {size(pinned)} of {total} of host memory pinned"
             self._report(shown, populated=populated, pinned=pinned)
         else:
-            self._show(f"starting, {span(seconds)}")
+            self.show(f"starting, {span(seconds)}")
 
     def _report(self, shown: str, **figures: float | None) -> None:
-        if not self._show(shown) and self._line_due():
-            log.info("starting", of=self._total, **figures)
+        if not self.show(shown) and self._line_due():
+            log.info("starting", of=self.total, **figures)
 
     def waiting(self, why: str) -> None:
         """Report why a daemon that has started is not ready; call this repeatedly."""
-        seconds = self._now() - self._began
-        if not self._show(f"waiting for {span(seconds)}: {why}") and self._line_due():
+        seconds = self.now() - self._began
+        if not self.show(f"waiting for {span(seconds)}: {why}") and self._line_due():
             log.info("still waiting", waiting_for=why, waited_s=round(seconds, 1))
 
     def done(self) -> None:
         """Remove the line from the terminal."""
-        self._show("")
+        self.show("")
 
     def _line_due(self) -> bool:
-        if self._now() - self._began < self._line_after:
+        if self.now() - self._began < self._line_after:
             return False
         self._line_after += min(self._line_after, LONGEST_SILENCE_S)
         return True

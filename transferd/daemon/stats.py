@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from transferd.config import Config
 from transferd.config.loading import to_tree
@@ -17,6 +16,7 @@ from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.preflight import device_bytes
+from transferd.daemon.server import Server
 from transferd.observability import logs
 from transferd.observability import report as rows
 from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
@@ -35,13 +35,13 @@ from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
 SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
+
 S = TypeVar("S", bound=rows.StoreFigures)
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The sources of a report: the daemon's parts, and facts about the daemon as a whole."""
+class Parts(Protocol):
+    """The sources of a report: the part of the daemon (daemon.py) that this module needs."""
 
     config: Config
     boot_id: str
@@ -49,29 +49,35 @@ class Parts:
     started_at: float
     transport: ServerTransport
     engines: Engines
-    server: Callable[[], rows.ServerReport]
+    server: Server
+    tasks: TaskLog
     windows: Windows
-    refused: Callable[[], dict[str, int]]  # connections and requests refused, by reason
-    not_ready: Callable[[], str]  # why tasks are not served; "" if they are
-    storage: Storage | None = None
-    tokens: TokenStorage | None = None
-    peers: PeerTransport | None = None
-    events: EventSockets | None = None
-    traces: Traces | None = None
+    storage: Storage | None
+    tokens: TokenStorage | None
+    peers: PeerTransport | None
+    events: EventSockets | None
+    traces: Traces | None
+
+    def refused(self) -> dict[str, int]:
+        """Connections and requests refused, by reason."""
+
+    @property
+    def not_ready(self) -> str:
+        """Why tasks are not served; "" if they are."""
 
 
-def report_of(parts: Parts, log: TaskLog) -> Generator[None, None, Report]:
+def report_of(parts: Parts) -> Generator[None, None, Report]:
     """The report as it is now, without concerns, in pieces of one engine: about a millisecond at 8 ranks."""
-    engines, own, storage = parts.engines.all, parts.engines.own, _storage(parts)
+    engines, own, storage, log = parts.engines.all, parts.engines.own, _storage(parts), parts.tasks
     each: dict[HostedEngine, DispatchStatistics] = {}
     ranks, kinds, found = {}, {}, {}
     for engine in engines:
         dispatch = each[engine] = engine.dispatcher.statistics()
         ranks[engine] = engine.ranks(dispatch)
         kinds[engine] = of_engine(ranks[engine])
-        found[engine] = _engine(engine, dispatch, parts, kinds[engine], log, storage)
+        found[engine] = _engine(engine, dispatch, parts, kinds[engine], storage)
         yield
-    all_tasks, server, lines = list(each.values()), parts.server(), logs.statistics()
+    all_tasks, server, lines = list(each.values()), parts.server.statistics(), logs.statistics()
     lanes, lately = together([*kinds.values(), parts.engines.departed.lanes]), {}
     for name, kind in lanes.items():
         yield
@@ -133,7 +139,7 @@ def _of_own_engine(
 ) -> dict[str, Any]:
     """The fields of Report about the engine in the daemon's own configuration."""
     if own is None:
-        return {"ready": not parts.not_ready(), "draining": parts.engines.closed}
+        return {"ready": not parts.not_ready, "draining": parts.engines.closed}
     return {
         "ready": own.coordinator.ready and not _unusable(parts),
         "generation": own.dispatcher.generation,
@@ -160,14 +166,9 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
 
 
 def _engine(
-    engine: HostedEngine,
-    dispatch: DispatchStatistics,
-    parts: Parts,
-    kinds: Kinds,
-    log: TaskLog,
-    storage: rows.StorageReport,
+    engine: HostedEngine, dispatch: DispatchStatistics, parts: Parts, kinds: Kinds, storage: rows.StorageReport
 ) -> rows.EngineReport:
-    cache, traffic = engine.cache.statistics(), parts.engines.traffic
+    cache, traffic, log = engine.cache.statistics(), parts.engines.traffic, parts.tasks
     unattached, unattached_s = engine.unattached()
     return rows.EngineReport(
         ready=engine.coordinator.ready,
@@ -284,8 +285,8 @@ def _storage(parts: Parts) -> rows.StorageReport:
     if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
         found["corrupt"] = departed.corrupt + sum(worker.corrupt for worker in workers)
     found["misses"] = (found.get("misses") or 0) + departed.missed + sum(worker.missed for worker in workers)
-    if parts.engines.admission is not None:
-        found |= parts.engines.admission.statistics()
+    if parts.engines.traffic.admission is not None:
+        found |= parts.engines.traffic.admission.statistics()
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
     levels = [_section(rows.LevelReport, level) for level in found.pop("levels", ())]
@@ -343,7 +344,7 @@ def _configured(config: Config, engine: HostedEngine) -> dict[str, Any]:
             "key_schema": storage.key_schema,
             "version_file": storage.version_file,
             "attention_store": {
-                "only_flush": engine.only_flush,
+                "only_flush": engine.plan.only_flush,
                 "splitwise_role": storage.attention_store.splitwise_role,
                 "dp_id": storage.attention_store.dp_id,
             },

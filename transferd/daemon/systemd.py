@@ -26,8 +26,8 @@ class Notifier:
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
 
     @classmethod
-    def from_environment(cls, env: Mapping[str, str] | None = None) -> Self:
-        return cls((os.environ if env is None else env).get("NOTIFY_SOCKET", ""))
+    def from_environment(cls, env: Mapping[str, str] = os.environ) -> Self:
+        return cls(env.get("NOTIFY_SOCKET", ""))
 
     def notify(self, *states: str) -> bool:
         """Send e.g. "READY=1", "STATUS=…". Returns False if there is no supervisor or sending failed."""
@@ -47,54 +47,21 @@ class Notifier:
         return self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
-class Watchdog:
-    """Sends WATCHDOG=1 twice per interval from the event loop, while `alive()` is True.
+async def feed_watchdog(
+    notifier: Notifier, alive: Callable[[], bool], status: Callable[[], str], env: Mapping[str, str] = os.environ
+) -> None:
+    """Send WATCHDOG=1 twice per interval while `alive()` is True; end at once if the supervisor has no watchdog for us.
 
     A stuck loop cannot send, and a stuck dispatcher makes `alive` False. Either way the supervisor restarts the daemon.
 
-    interval: seconds; None for no watchdog.
-    status: one line, sent with a beat.
+    status: returns one line, sent with each beat.
     """
-
-    def __init__(
-        self,
-        notifier: Notifier,
-        interval: float | None,
-        alive: Callable[[], bool],
-        status: Callable[[], str] | None = None,
-    ) -> None:
-        self._notifier = notifier
-        self._interval = interval
-        self._alive = alive
-        self._status = status
-        self._timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    def from_environment(
-        cls,
-        notifier: Notifier,
-        alive: Callable[[], bool],
-        env: Mapping[str, str] | None = None,
-        status: Callable[[], str] | None = None,
-    ) -> Self:
-        env = os.environ if env is None else env
-        usec, pid = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
-        mine = not pid or pid == str(os.getpid())
-        return cls(notifier, int(usec) / 1e6 if usec.isdecimal() and int(usec) and mine else None, alive, status)
-
-    def start(self) -> None:
-        if self._interval is not None:
-            self._tick()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _tick(self) -> None:
-        assert self._interval is not None
-        if self._alive():
-            self._notifier.notify("WATCHDOG=1", *([] if self._status is None else [f"STATUS={self._status()}"]))
+    usec, pid = env.get("WATCHDOG_USEC", ""), env.get("WATCHDOG_PID", "")
+    if not usec.isdecimal() or not int(usec) or pid not in ("", str(os.getpid())):
+        return
+    while True:
+        if alive():
+            notifier.notify("WATCHDOG=1", f"STATUS={status()}")
         else:
             log.error("dispatcher stalled: a deadline is overdue; withholding the watchdog ping")
-        self._timer = asyncio.get_running_loop().call_later(self._interval / 2, self._tick)
+        await asyncio.sleep(int(usec) / 2e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -34,11 +35,13 @@ class Happened(NamedTuple):
 
     at: float
     what: str
-    engine: str
+    whose: Hashable
     before: Happened | None
 
-
-_Event = tuple[float, str, Hashable, Any]  # a Happened as it is kept; with the owner, and `before` in this form
+    @property
+    def engine(self) -> str:
+        """The name of the engine that caused it; "" for none."""
+        return self.whose.engine if isinstance(self.whose, EngineOwner) else ""
 
 
 class KeyHistory:
@@ -52,7 +55,7 @@ class KeyHistory:
 
     def __init__(self, now: Callable[[], float], most: int = REMEMBERED) -> None:
         self._now, self._most = now, most
-        self._places: dict[str, list[dict[str, _Event]]] = {}  # the newer half, and the older one
+        self._places: dict[str, list[dict[str, Happened]]] = {}  # the newer half, and the older one
 
     def at(self, place: str) -> Noted:
         """What a place calls for each object. It costs less than a microsecond."""
@@ -61,7 +64,9 @@ class KeyHistory:
         def noted(name: str, what: str, whose: Hashable) -> None:
             newer = halves[0]
             before = None if what == STORED else newer.get(name) or halves[1].get(name)
-            newer[name] = now(), what, whose, before if before is not None and before[1] == STORED else None
+            if before is not None and before.what != STORED:
+                before = None
+            newer[name] = Happened(now(), what, whose, before)
             if len(newer) > most:
                 halves[:] = {}, newer
 
@@ -70,13 +75,7 @@ class KeyHistory:
     def of(self, name: str) -> dict[str, Happened]:
         """What happened to an object last, by place."""
         found = {place: newer.get(name) or older.get(name) for place, (newer, older) in self._places.items()}
-        return {place: _happened(event) for place, event in found.items() if event is not None}
-
-
-def _happened(event: _Event) -> Happened:
-    at, what, whose, before = event
-    engine = whose.engine if isinstance(whose, EngineOwner) else ""
-    return Happened(at, what, engine, None if before is None else _happened(before))
+        return {place: one for place, one in found.items() if one is not None}
 
 
 class LooksUp(Protocol):
@@ -87,10 +86,7 @@ class LooksUp(Protocol):
     workers: list[RankWorker]
     dispatcher: Dispatcher
     recorder: Recorder
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
+    block_size: int
 
 
 class _Missed:
@@ -102,7 +98,10 @@ class _Missed:
 
 
 class KeyTraffic:
-    """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record."""
+    """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record.
+
+    admission: chooses which blocks engines store; None stores all.
+    """
 
     def __init__(self, storage: Storage | None, clock: Clock, admission: SecondUse | None) -> None:
         self._storage, self.admission = storage, admission
@@ -151,11 +150,9 @@ class KeyTraffic:
                 why = why or self._why(engine, keys[missing])
                 (name,) = self._names(engine, engine.dispatcher.generation, keys[missing], 1)
                 events = (one for one in self._story(name) if one["what"] == why)  # none for reasons of other kinds
-                left = min(
-                    events, key=lambda one: float(one["ago_s"]), default=dict.fromkeys(("level", "engine", "ago_s"))
-                )
-                level, whom, ago = left["level"], left["engine"], left["ago_s"]
-                engine.recorder.note(task.task_id, "missed", missing, why, level, whom, ago)
+                left = min(events, key=operator.itemgetter("ago_s"), default={})
+                where = left.get("level"), left.get("engine"), left.get("ago_s")
+                engine.recorder.note(task.task_id, "missed", missing, why, *where)
 
     def left(self, engine: str) -> None:
         self._following.run(self._what_if.left(engine))

@@ -9,9 +9,9 @@ ten minutes have passed without one. So a concern ends by itself. docs/metrics.m
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
@@ -296,7 +296,6 @@ class _Spell:
     text: str
     about: str = ""
     logged_at: float | None = None
-    events: deque[tuple[float, int]] = field(default_factory=deque)  # when, and how many; within REMEMBERED_S
 
 
 class Watch:
@@ -305,7 +304,8 @@ class Watch:
     def __init__(self) -> None:
         self._spells: dict[str, _Spell] = {}
         self._totals: dict[str, int] = {}
-        self._begun: dict[str, deque[tuple[float, int]]] = {}  # when concerns that are simply there began
+        # When events happened, or concerns that are simply there began, and how many; within REMEMBERED_S.
+        self._events: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
 
     def look(self, findings: Iterable[Trouble], now: float) -> None:
         """Take up the findings of this moment, in monotonic seconds. Logs concerns that begin, last long, or end."""
@@ -315,10 +315,11 @@ class Watch:
         for name, troubles in found.items():
             self._take_up(name, troubles, now)
         for name, spell in list(self._spells.items()):
-            while spell.events and spell.events[0][0] <= now - REMEMBERED_S:
-                spell.events.popleft()
+            events = self._events[name]
+            while events and events[0][0] <= now - REMEMBERED_S:
+                events.popleft()
             counts_events = name in found and found[name][0].total is not None
-            if name not in found or (counts_events and not spell.events):
+            if name not in found or (counts_events and not events):
                 del self._spells[name]
                 if spell.logged_at is not None:
                     log.info("concern over", concern=name, lasted_s=round(now - spell.since, 1))
@@ -326,20 +327,15 @@ class Watch:
     def _take_up(self, name: str, troubles: list[Trouble], now: float) -> None:
         text = one_line("; ".join(trouble.text for trouble in troubles))
         about = ", ".join(dict.fromkeys(trouble.about for trouble in troubles if trouble.about))
-        counted = troubles[0].total is not None
+        counted, begins = troubles[0].total is not None, name not in self._spells
         total = sum(trouble.total or 0 for trouble in troubles)
-        more = total - self._totals.get(name, 0)
+        more = total - self._totals.get(name, 0) if counted else int(begins)
         self._totals[name] = total
-        spell = self._spells.get(name)
-        if spell is None:
-            if counted and more <= 0:
-                return  # no event since the last look
-            events = deque[tuple[float, int]]() if counted else self._begun.setdefault(name, deque())
-            spell = self._spells[name] = _Spell(now, text, about, events=events)
-            if not counted:
-                events.append((now, 1))
-        if counted and more > 0:
-            spell.events.append((now, more))
+        if more > 0:
+            self._events[name].append((now, more))
+        elif begins:
+            return  # no event since the last look
+        spell = self._spells.setdefault(name, _Spell(now, text, about))
         if not counted or more > 0:
             spell.text, spell.about = text, about
         self._log(name, spell, now, 0.0 if counted else LOGGED_AFTER_S)
@@ -360,7 +356,7 @@ class Watch:
                 text=spell.text,
                 action=concern.remedy,
                 for_s=now - spell.since,
-                times=sum(number for _, number in spell.events),
+                times=sum(number for _, number in self._events[name]),
             )
             for name, concern in CONCERNS.items()
             if (spell := self._spells.get(name)) is not None

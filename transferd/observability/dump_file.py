@@ -20,14 +20,13 @@ Only the newest `keep` dumps stay.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.config.environment import open_regular
@@ -55,13 +54,8 @@ class Dump:
 
         engine: the task's; "" for any. If several engines had a task of this id, the one with the newest note counts.
         """
-        names = (task_id, task_id[:LONGEST_TEXT])
-        notes = [note for note in self.notes if note.task_id in names]
-        known = list(dict.fromkeys(note.engine for note in reversed(notes)))
-        chosen = engine or next(iter(known), DEFAULT_ENGINE)
-        mine = [note for note in notes if note.engine == chosen]
-        story = task_story(task_id, mine, chosen, wall=self.header["wall"], monotonic=self.header["monotonic"])
-        return story | {"also": [one for one in known if one != chosen]}
+        notes = [note for note in self.notes if note.task_id in (task_id, task_id[:LONGEST_TEXT])]
+        return task_story(task_id, notes, engine, wall=self.header["wall"], monotonic=self.header["monotonic"])
 
 
 def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note], *, keep: int) -> Path:
@@ -83,11 +77,8 @@ def write_dump(directory: Path, header: Mapping[str, Any], notes: Iterable[Note]
             file.flush()
             os.fsync(file.fileno())
         os.rename(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
-    _prune(directory, keep)
+    finally:
+        _prune(directory, keep)
     return path
 
 
@@ -101,7 +92,7 @@ def read_dump(path: Path) -> Dump:
             path = newest
         with open_regular(path) as file:
             head, *rest = file.read().splitlines()
-        header: dict[str, Any] = msgspec.json.decode(head, type=dict[str, Any])
+        header: dict[str, Any] = json.loads(head)
         if header.get("format") != FORMAT:
             raise RequestError(f"{path}: not a flight recorder dump of transferd", code="bad_dump")
         if header.get("format_version") != FORMAT_VERSION:
@@ -111,7 +102,7 @@ def read_dump(path: Path) -> Dump:
         return Dump(path, header, [decode_note(line) for line in rest])
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_dump") from error
-    except (ValueError, KeyError, TypeError) as error:  # msgspec's errors are ValueErrors
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # JSONDecodeError is a ValueError
         raise RequestError(f"{path}: not a flight recorder dump of transferd: {error}", code="bad_dump") from error
 
 
@@ -123,25 +114,14 @@ def encode_note(note: Note) -> bytes:
 
 def decode_note(line: bytes) -> Note:
     """The inverse of `encode_note`. Raises ValueError, KeyError or TypeError if the line is not a note."""
-    whole: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+    whole: dict[str, Any] = json.loads(line)
     detail = {key: value for key, value in whole.items() if key not in _OWN_KEYS}
     engine = str(whole.get("engine", DEFAULT_ENGINE))
     return Note(float(whole["at"]), str(whole["task"]), str(whole["what"]), detail, engine)
 
 
 def _encode(value: object) -> bytes:
-    try:
-        return msgspec.json.encode(value, enc_hook=repr)
-    except UnicodeEncodeError:  # half of a surrogate pair, as a task_id made of broken bytes may hold
-        return msgspec.json.encode(_mended(value), enc_hook=repr)
-
-
-def _mended(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    return value
+    return json.dumps(value, default=repr).encode()  # half of a surrogate pair, as in a broken task_id, is escaped
 
 
 def _dumps(directory: Path) -> list[Path]:
@@ -150,7 +130,7 @@ def _dumps(directory: Path) -> list[Path]:
 
 
 def _prune(directory: Path, keep: int) -> None:
-    """Remove all but the newest dumps, and partial files that a killed daemon left."""
+    """Remove all but the newest dumps, and partial files: of a dump that failed, or of a daemon that was killed."""
     old = sorted(_dumps(directory))[:-keep]
     for path in (*old, *directory.glob(f".{_PREFIX}*{_PART}")):
         with contextlib.suppress(OSError):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import functools
 import os
 import signal
 import threading
@@ -63,7 +64,7 @@ class DumpThread:
         self._failures = 0
         self._pending: deque[Callable[[], None]] = deque()  # what the thread was woken for
         self._ending = False
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread  # while it is entered
         self.hangs = False  # after the exit: a dump did not end, because its disk hangs
 
     def __enter__(self) -> Self:
@@ -78,24 +79,19 @@ class DumpThread:
         asyncio.get_running_loop().set_exception_handler(None)
         self._recorder.on_failure = lambda _: None  # failures are no longer dumped
         if isinstance(error, Exception) and not isinstance(error, ConfigError):
-            problem, stacks = f"{type(error).__name__}: {error}", _stacks(error)
-            self._pending.append(lambda: self._dump("crash", problem, stacks))
+            self._pending.append(self._taken("crash", f"{type(error).__name__}: {error}", error))
         self._ending = True
         self._wake()
-        assert self._thread is not None
         self._thread.join(END_S)
         self.hangs = self._thread.is_alive()
         if self.hangs:
             log.error("flight recorder dump hangs; check the disk", directory=self._config.directory)
 
     def _failed(self, problem: str) -> None:
-        """Copy the notes now, but write them in the thread, so that the loop does not wait for the disk."""
         self._failures += 1
-        if self._failures > MOST_FAILURES:
-            return
-        notes, stacks, header = self._recorder.notes(), _stacks(), self._header("failure", problem)
-        self._pending.append(lambda: self._write(header | {"threads": stacks}, notes))
-        self._wake()
+        if self._failures <= MOST_FAILURES:
+            self._pending.append(self._taken("failure", problem))
+            self._wake()
 
     def _callback_raised(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -107,13 +103,13 @@ class DumpThread:
         while True:
             number = signal.sigwait(DUMP_SIGNALS)
             if number == signal.SIGABRT:
-                self._try(lambda: self._dump("abort", "", _stacks()))
+                self._try(lambda: self._taken("abort")())
                 flush()
                 # Then the default action, by way of faulthandler: stacks on stderr, and a core dump if enabled.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGABRT})
                 os.abort()
             if number == signal.SIGUSR1:
-                self._pending.append(lambda: self._dump("signal", "", _stacks()))
+                self._pending.append(lambda: self._taken("signal")())
             while self._pending:
                 self._try(self._pending.popleft())
             if self._ending:
@@ -128,15 +124,12 @@ class DumpThread:
             log.exception("cannot dump the flight recorder (bug)")
 
     def _wake(self) -> None:
-        assert self._thread is not None
         assert self._thread.ident is not None
         signal.pthread_kill(self._thread.ident, WAKE)
 
-    def _dump(self, reason: str, problem: str, stacks: dict[str, list[str]]) -> None:
-        self._write(self._header(reason, problem) | {"threads": stacks}, self._recorder.notes())
-
-    def _header(self, reason: str, problem: str) -> dict[str, Any]:
-        return {
+    def _taken(self, reason: str, problem: str = "", error: BaseException | None = None) -> Callable[[], None]:
+        """A dump of this moment. Returns what writes it: in the thread, so that the loop does not wait for the disk."""
+        header = {
             "version": VERSION,
             "boot_id": self._boot_id,
             "pid": os.getpid(),
@@ -144,7 +137,9 @@ class DumpThread:
             "problem": problem.partition("\n")[0][:LONGEST_TEXT],
             "wall": self._clock.wall(),
             "monotonic": self._clock.monotonic(),
+            "threads": _stacks(error),
         }
+        return functools.partial(self._write, header, self._recorder.notes())
 
     def _write(self, header: dict[str, Any], notes: list[Note]) -> None:
         if not self._config.directory:

@@ -19,6 +19,8 @@ HITS_S = 60.0  # the current hit rate covers the lookups of so many seconds
 class _Sample:
     at: float
     hit_share: float | None
+    hits: int  # look-ups since the start
+    looked_up: int
     totals: dict[str, KindReport]  # by engine; "" for all together
 
 
@@ -27,30 +29,25 @@ class History:
 
     def __init__(self, now: float) -> None:
         """now: the daemon's start, when all counts were 0."""
-        self._samples: deque[_Sample] = deque([_Sample(now, None, {})])
-        self._lookups: deque[tuple[float, int, int]] = deque([(now, 0, 0)])  # when, hits, all of them; one a second
+        self._samples: deque[_Sample] = deque([_Sample(now, None, 0, 0, {})])
 
     def add(self, report: Report, now: float) -> None:
-        """Keep the figures of a report, unless those of the last five seconds were kept. now: monotonic seconds."""
-        share = self.hit_share(report, now)
-        if len(self._lookups) > 1 and now - self._lookups[-2][0] < 1.0:
-            self._lookups.pop()
-        self._lookups.append((now, *_lookups(report)))
-        while len(self._lookups) > 1 and self._lookups[1][0] <= now - HITS_S:
-            self._lookups.popleft()
-        if now - self._samples[-1].at < EVERY_S:
-            return
+        """Keep the figures of a report, in place of the last one's if that came between two. now: monotonic seconds."""
+        if len(self._samples) > 1:
+            before, last = self._samples[-2], self._samples[-1]
+            if max(last.at - before.at, now - last.at) < EVERY_S:
+                self._samples.pop()
         totals = {"": report.totals} | {name: engine.totals for name, engine in report.engines.items()}
-        self._samples.append(_Sample(now, share, totals))
+        share, looked_up = self.hit_share(report, now), report.hits + report.misses
+        self._samples.append(_Sample(now, share, report.hits, looked_up, totals))
         while self._samples[0].at < now - KEPT_S:
             self._samples.popleft()
 
     def hit_share(self, report: Report, now: float) -> float | None:
         """The share of the last minute's lookups that hit; None without lookups."""
-        before = next((one for one in reversed(self._lookups) if one[0] <= now - HITS_S), self._lookups[0])
-        hits, looked_up = _lookups(report)
-        looked_up -= before[2]
-        return (hits - before[1]) / looked_up if looked_up > 0 else None
+        before = next((one for one in reversed(self._samples) if one.at <= now - HITS_S), self._samples[0])
+        looked_up = report.hits + report.misses - before.looked_up
+        return (report.hits - before.hits) / looked_up if looked_up > 0 else None
 
     def tree(self, now: float, engine: str = "") -> dict[str, list[Any]]:
         """The samples as columns, the oldest first; 0 and None where there were no tasks. engine: "" for all."""
@@ -63,7 +60,3 @@ class History:
             "p99_s": [one.p99_s for one in totals],
             "hit_share": [one.hit_share for one in self._samples],
         }
-
-
-def _lookups(report: Report) -> tuple[int, int]:
-    return report.hits, report.hits + report.misses

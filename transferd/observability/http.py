@@ -52,8 +52,7 @@ class Page:
     headers: tuple[tuple[str, str], ...] = ()
 
 
-Route = Callable[[], Page | asyncio.Future[Page]]
-Asked = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
+Route = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
 
 
 class HttpServer:
@@ -67,7 +66,6 @@ class HttpServer:
         listen: str,
         routes: Mapping[str, Route],
         *,
-        asked: Mapping[str, Asked] | None = None,
         hosts: Collection[str] = (),
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
@@ -76,7 +74,6 @@ class HttpServer:
         own = (listen.rpartition(":")[0], "localhost", socket.gethostname())
         self._hosts = {name.lower().rstrip(".") for name in (*own, *hosts)}
         self._routes = dict(routes)
-        self._asked = dict(asked or {})
         self._max_connections = max_connections
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
@@ -137,12 +134,10 @@ class HttpServer:
         if target.lower().startswith("http://"):  # as clients send it to a proxy
             target = "/" + target[len("http://") :].partition("/")[2]
         path, _, query = target.partition("?")
-        if (asked := self._asked.get(path)) is not None:
-            return asked(query)
         route = self._routes.get(path)
         if route is None:
             return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)
-        return route()
+        return route(query)
 
 
 def is_expected(host: str, expected: Collection[str]) -> bool:
@@ -169,7 +164,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: HttpServer) -> None:
         self._server = server
         self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport  # from connection_made on
         self._timer: asyncio.TimerHandle | None = None
         self._answered = False
         self._peer = ""
@@ -188,7 +183,6 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._answered:
             return
-        assert self._transport is not None
         waits, self._received = bool(self._received), self._received + data
         if waits:
             return
@@ -202,7 +196,6 @@ class _Connection(asyncio.Protocol):
         """Parse what has arrived, and answer a complete request."""
         began = now()
         data, self._received = self._received, b""
-        assert self._transport is not None
         self._transport.resume_reading()
         self._parse(data)
         self._turns.took(self, now() - began)
@@ -243,7 +236,6 @@ class _Connection(asyncio.Protocol):
             *page.headers,
         ]
         reason = http.HTTPStatus(page.status).phrase.encode()
-        assert self._transport is not None
         self._answered = True
         start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
         self._transport.write(start if head else start + page.body)
@@ -268,7 +260,6 @@ class _Connection(asyncio.Protocol):
 
     def drop(self, reason: str = "") -> None:
         """Close it now. reason: the reason to report, unless the request was already answered."""
-        assert self._transport is not None
         if reason and not self._answered:
             self._server.refuse(reason, self._peer, "no complete request was received")
         self._server.closed(self)

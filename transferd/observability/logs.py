@@ -23,6 +23,7 @@ import select
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from itertools import islice
 from queue import SimpleQueue
@@ -159,18 +160,12 @@ class LogStream(io.TextIOBase):
     line.
     """
 
+    encoding, errors = "utf-8", "backslashreplace"
+
     def __init__(self, fd: int, put: Callable[[str], None]) -> None:
         self._fd = fd
         self._put = put
         self._begun = ""  # an unfinished line
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override] # a plain attribute in typeshed
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"
 
     def writable(self) -> bool:
         return True
@@ -213,28 +208,22 @@ class LogRate:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.left_out = 0
         self._clock = clock
-        self._kinds: dict[Hashable, _Counted] = {}
+        self._buckets: dict[Hashable, Bucket] = {}
+        self._left_out: Counter[Hashable] = Counter()  # since the last line of a kind that passed
         self._lock = threading.RLock()
 
     def admit(self, kind: Hashable) -> int | None:
         """Returns how many lines of this kind were left out since the last one that passed; None to leave this out."""
         now = self._clock()
         with self._lock:
-            known = self._kinds.get(kind)
-            if known is None:
-                known = self._kinds.setdefault(kind if len(self._kinds) < MOST_KINDS else _OTHERS, _Counted())
-            if not known.bucket.take(now):
-                known.left_out += 1
-                self.left_out += 1
-                return None
-            left_out, known.left_out = known.left_out, 0
-            return left_out
-
-
-class _Counted:
-    def __init__(self) -> None:
-        self.bucket = Bucket(RATE, BURST)
-        self.left_out = 0
+            if kind not in self._buckets:
+                kind = kind if len(self._buckets) < MOST_KINDS else _OTHERS
+                self._buckets.setdefault(kind, Bucket(RATE, BURST))
+            if self._buckets[kind].take(now):
+                return self._left_out.pop(kind, 0)
+            self._left_out[kind] += 1
+            self.left_out += 1
+            return None
 
 
 class Log:
@@ -263,7 +252,6 @@ class Log:
         self._terminal = terminal
         self._shown = b""
         self._json = format_ == "json" or (format_ == "auto" and not terminal)
-        self._text: Callable[[str], Any] = str if self._json else _printable
 
     def take(self, level: str, kind: Hashable, event: Event) -> None:
         """Log an event. kind: the lines with which it shares a rate limit; see LogRate."""
@@ -335,7 +323,8 @@ class Log:
             return {one_line(str(key)): self._value(item) for key, item in islice(value.items(), MOST_ITEMS)}
         if isinstance(value, list | tuple | set | frozenset):
             return [self._value(item) for item in islice(value, MOST_ITEMS)]
-        return self._text(_clipped(str(value)))
+        text = _clipped(str(value))
+        return text if self._json else one_line(text)
 
 
 def _columns() -> int:
@@ -343,20 +332,6 @@ def _columns() -> int:
         return os.get_terminal_size(STDERR).columns or 80
     except OSError:
         return 80
-
-
-class _Quoted:
-    """A value that the console must show as its repr. (structlog quotes only some strings.)"""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return repr(self._text)
-
-
-def _printable(text: str) -> str | _Quoted:
-    return text if text.isprintable() else _Quoted(text)
 
 
 def _clipped(text: str, longest: int = LONGEST_TEXT) -> str:

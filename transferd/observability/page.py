@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
 from transferd.errors import RequestError
 from transferd.observability.http import Page
@@ -67,11 +67,7 @@ def live_page(shown: dict[str, Any], live: PageParts, query: str) -> Page:
     query: `engine=NAME` for one engine's tasks, `show=slow` or `failed` for a list of those.
     shown: the part that does not depend on the query.
     """
-    try:
-        asked = parse_qs(query, max_num_fields=4)
-    except ValueError as error:  # more fields than that
-        return Page(f"{error}\n".encode(errors="replace"), status=404)
-    engine, show = (asked.get(key, [""])[0] for key in ("engine", "show"))
+    engine, show = _asked(query, "engine", "show")
     if show not in ("", "slow", "failed"):
         return Page(b"expected show=slow or show=failed\n", status=404)
     listed = live.tasks(show, LISTED, engine) if show else None
@@ -80,11 +76,16 @@ def live_page(shown: dict[str, Any], live: PageParts, query: str) -> Page:
 
 def story_page(explain: Callable[[str, str], dict[str, Any]], query: str) -> Page:
     """The story of the task in `task=…` of `engine=…` ("" for that of [cache]); 404 with a reason if there is none."""
+    task_id, engine = _asked(query, "task", "engine")
+    if not task_id:
+        return Page(b"expected ?task=ID&engine=NAME\n", status=404)
     try:
-        asked = parse_qs(query, max_num_fields=4)
-        task_id, engine = (asked.get(key, [""])[0] for key in ("task", "engine"))
-        if not task_id:
-            return Page(b"expected ?task=ID&engine=NAME\n", status=404)
         return as_json(explain(task_id, engine))
-    except (RequestError, ValueError) as error:  # ValueError: more fields than that
+    except RequestError as error:
         return Page(f"{error}\n".encode(errors="replace"), status=404)
+
+
+def _asked(query: str, *names: str) -> list[str]:
+    """The values of a query; "" for what it lacks. A query of more fields asks for nothing."""
+    fields = dict(parse_qsl(query)) if query.count("&") < len(names) else {}
+    return [fields.get(name, "") for name in names]

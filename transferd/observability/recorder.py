@@ -5,10 +5,9 @@ failure carries the story of its task, `transferd explain` prints it (story.py),
 explains a crash (dump_file.py).
 
 A note marks the *beginning* of each step that may take long, so a hanging task shows where it hangs; the next note
-shows when the step ended. There are three rings:
+shows when the step ended. There are two rings:
 
-    steps    events of every task: a word, a rank and a number
-    notes    events of few tasks, with details: a cancel, an error, a wait for another task
+    tasks    what admitted tasks did: their steps, a cancel, an error, a wait for another task
     asides   everything else (refusals, clients that come and go, bad messages), kept apart so that a
              flood of nonsense cannot push out the history of real tasks
 
@@ -29,40 +28,33 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 
 TASKS = 8192  # roughly how many are remembered
-STEPS_PER_TASK = 8
+NOTES_PER_TASK = 9
 TASKS_PER_ASIDE = 8
-LOOK_BACK = 8192  # steps that `last_steps` searches, newest first
+LOOK_BACK = 8192  # notes that `last_steps` searches, newest first
 LONGEST_TEXT = 200  # characters kept of a text from outside
 
 
-class StepKind(NamedTuple):
-    """How to write a step as a note: the names of its rank and number ("" for none), and its detail in words."""
-
-    fields: tuple[str, ...] = ()
-    detail: str = ""  # the name of the text after the word; such a step is recorded as "word: text"
-
-
-# Every kind of step by its word. A rank's step marks the beginning of something unless its comment says otherwise.
-STEPS: dict[str, StepKind] = {
-    "admitted": StepKind(("", "blocks"), "kind"),
-    "from": StepKind(("", "client")),  # the client that pushed it
-    "started": StepKind(),  # every rank is at work: looking up keys, or copying
-    "found": StepKind(("rank", "blocks")),  # read: the lookup ended; this many keys are stored
-    "load in place": StepKind(("rank", "objects")),  # read: storage's memory → device
-    "load a part in place": StepKind(("rank", "objects")),  # the same, of some layers of all blocks
-    "fetch": StepKind(("rank", "objects")),  # read: waits for staging, then storage → staging
-    "to store": StepKind(("rank", "blocks")),  # write: the lookup ended; this many are not stored
-    "not admitted": StepKind(("rank", "blocks")),  # write: storage did not choose to store this many of them
-    "copy": StepKind(("rank", "blocks")),  # between device and staging, or device and host
-    "put": StepKind(("rank", "objects")),  # write: staging → storage
-    "stored": StepKind(("rank", "objects")),  # write: a put ended
-    "arrived": StepKind(("rank", "blocks")),  # this rank's share ended
-    "done": StepKind(("", "blocks"), "status"),
+# What a rank begins, unless the comment says otherwise, with the names of the details.
+STEPS: dict[str, tuple[str, ...]] = {
+    "found": ("rank", "blocks"),  # read: the lookup ended; this many keys are stored
+    "load in place": ("rank", "objects"),  # read: storage's memory → device
+    "load a part in place": ("rank", "objects"),  # the same, of some layers of all blocks
+    "fetch": ("rank", "objects"),  # read: waits for staging, then storage → staging
+    "to store": ("rank", "blocks"),  # write: the lookup ended; this many are not stored
+    "not admitted": ("rank", "blocks"),  # write: storage did not choose to store this many of them
+    "copy": ("rank", "blocks"),  # between device and staging, or device and host
+    "put": ("rank", "objects"),  # write: staging → storage
+    "stored": ("rank", "objects"),  # write: a put ended
+    "arrived": ("rank", "blocks"),  # this rank's share ended
 }
 
-# Every other kind of note, with the names of its details.
-FIELDS: dict[str, tuple[str, ...]] = {
+# Every kind of note, with the names of its details.
+FIELDS: dict[str, tuple[str, ...]] = STEPS | {
     # an admitted task
+    "admitted": ("kind", "blocks"),
+    "from": ("client",),  # the client that pushed it
+    "started": (),  # every rank is at work: looking up keys, or copying
+    "done": ("status", "blocks"),
     "waits": ("tasks",),  # the number of earlier tasks that touch the same blocks
     "blocks free": ("after",),  # the last task that it waited for
     "stopping": ("reason",),
@@ -125,15 +117,12 @@ class Note(NamedTuple):
         return f"{self.at:.6f} {self.task_id or '-'} {self.what} {detail}".rstrip() + whose
 
 
-# Notes as they are recorded: a plain tuple costs half as much as a Note.
-_Step = tuple[float, str, str, str, int, int | bytes]  # at, engine, task_id, what, rank, number
-_Entry = tuple[float, str, str, str, tuple[Any, ...]]  # at, engine, task_id, what, details
-# The order of notes with the same time.
-_ORDER = {"admitted": -2, "from": -1, "done": 1, "cause": 2, "straggling": 3}
+# A note as it is recorded: at, engine, task_id, what, and its details. A plain tuple costs half as much as a Note.
+_Entry = tuple[Any, ...]
 
 
 class Recorder:
-    """Three bounded rings, newest last. The daemon owns the recorder; every part may append.
+    """Two bounded rings, newest last. The daemon owns the recorder; every part may append.
 
     All engines share the rings. Task ids are an engine's own, so each engine appends through a recorder of its own
     (`of`).
@@ -143,8 +132,7 @@ class Recorder:
 
     def __init__(self, capacity: int = TASKS, clock: Clock = SYSTEM_CLOCK) -> None:
         """capacity: roughly how many tasks to remember; it sizes all rings."""
-        self._steps: deque[_Step] = deque(maxlen=capacity * STEPS_PER_TASK)
-        self._ring: deque[_Entry] = deque(maxlen=capacity)
+        self._tasks: deque[_Entry] = deque(maxlen=capacity * NOTES_PER_TASK)
         self._asides: deque[_Entry] = deque(maxlen=max(1, capacity // TASKS_PER_ASIDE))
         self._now = clock.monotonic
         self.on_failure: Callable[[str], None] = lambda _: None  # the failure is also logged
@@ -157,27 +145,23 @@ class Recorder:
         own.engine = engine
         return own
 
-    def admitted(self, task_id: str, what: str, blocks: int, client: bytes) -> None:
-        """Record a task's first steps. what: "admitted: " and its kind."""
+    def admitted(self, task_id: str, kind: str, blocks: int, client: bytes) -> None:
+        """Record a task's first notes."""
         now = self._now()
-        self._steps.append((now, self.engine, task_id, what, -1, blocks))
-        self._steps.append((now, self.engine, task_id, "from", -1, client))
+        self._tasks.append((now, self.engine, task_id, "admitted", kind, blocks))
+        self._tasks.append((now, self.engine, task_id, "from", client))
 
     def step(self, task_id: str, what: str, rank: int, number: int) -> None:
-        """Record a step of an admitted task.
-
-        what: see STEPS.
-        rank: -1 for none.
-        """
-        self._steps.append((self._now(), self.engine, task_id, what, rank, number))
+        """Record a rank's step. what: see STEPS."""
+        self._tasks.append((self._now(), self.engine, task_id, what, rank, number))
 
     def note(self, task_id: str, what: str, *detail: Any) -> None:
         """Record an event of an admitted task. detail: numbers and short text, in the order of FIELDS[what]."""
-        self._ring.append((self._now(), self.engine, task_id, what, detail))
+        self._tasks.append((self._now(), self.engine, task_id, what) + detail)  # noqa: RUF005 - twice as fast
 
     def aside(self, task_id: str, what: str, *detail: Any) -> None:
         """Record any other event. task_id: "" or that of a task that is not admitted. detail: as for `note`."""
-        self._asides.append((self._now(), self.engine, task_id[:LONGEST_TEXT], what, detail))
+        self._asides.append((self._now(), self.engine, task_id[:LONGEST_TEXT], what, *detail))
 
     def failure(self, task_id: str, problem: str) -> None:
         """Record that an invariant of this package broke, and call `on_failure`."""
@@ -185,43 +169,28 @@ class Recorder:
         self.aside(task_id, "failure", problem)
         self._daemons.on_failure(problem)
 
-    def notes(self, task_id: str | None = None) -> list[Note]:
-        """All notes kept, or those of one task of this engine, oldest first. Safe from any thread."""
-        ring, asides, steps = list(self._ring), list(self._asides), list(self._steps)
+    def notes(self, task_id: str | None = None, *, of_any: bool = False) -> list[Note]:
+        """All notes kept, or those of one task of this engine or `of_any`, oldest first. Safe from any thread."""
+        tasks, asides = list(self._tasks), list(self._asides)
         if task_id is not None:
             short = task_id[:LONGEST_TEXT]
-            steps = [entry for entry in steps if entry[2] == task_id and entry[1] == self.engine]
-            ring = [entry for entry in ring if entry[2] == task_id and entry[1] == self.engine]
-            asides = [entry for entry in asides if entry[2] == short and entry[1] == self.engine]
-        kept = [*map(_step_note, steps), *map(_note, ring), *map(_note, asides)]
-        kept.sort(key=_when)
-        return kept
-
-    def engines_of(self, task_id: str) -> list[str]:
-        """The engines that have notes of a task of this id, the one with the newest note first."""
-        short = task_id[:LONGEST_TEXT]
-        newest: dict[str, float] = {}
-        for ring, wanted in ((self._steps, task_id), (self._ring, task_id), (self._asides, short)):
-            for at, engine, task, *_ in ring.copy():
-                if task == wanted:
-                    newest[engine] = max(at, newest.get(engine, at))
-        return sorted(newest, key=newest.__getitem__, reverse=True)
+            tasks = [entry for entry in tasks if entry[2] == task_id and (of_any or entry[1] == self.engine)]
+            asides = [entry for entry in asides if entry[2] == short and (of_any or entry[1] == self.engine)]
+        return sorted(map(_note, tasks + asides), key=lambda note: note.at)
 
     def last_steps(self, tasks: set[tuple[str, str]]) -> dict[tuple[str, str], dict[int, str]]:
-        """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK steps."""
+        """{(engine, task): {rank: its newest step}} for these tasks, from the newest LOOK_BACK notes."""
         found: dict[tuple[str, str], dict[int, str]] = {}
         if tasks:
-            for _, engine, task_id, what, rank, _ in islice(reversed(self._steps.copy()), LOOK_BACK):
-                if rank >= 0 and (engine, task_id) in tasks:
-                    found.setdefault((engine, task_id), {}).setdefault(rank, what)
+            for _, engine, task_id, what, *detail in islice(reversed(self._tasks.copy()), LOOK_BACK):
+                if what in STEPS and (engine, task_id) in tasks:
+                    found.setdefault((engine, task_id), {}).setdefault(detail[0], what)
         return found
 
     def refusals(self, most: int) -> list[tuple[float, str, str, str, str, str]]:
         """The newest pushes that were not admitted: (when, engine, task_id, status, code, problem), newest first."""
-        refused = (
-            (*entry[:4], entry[4][0], entry[4][2]) for entry in reversed(self._asides.copy()) if entry[3] in REFUSED
-        )
-        return list(islice(refused, most))
+        refused = (entry for entry in reversed(self._asides.copy()) if entry[3] in REFUSED)
+        return [(*entry[:5], entry[6]) for entry in islice(refused, most)]
 
     def story(self, task_id: str) -> str:
         """The notes kept of one task, one per line."""
@@ -229,18 +198,5 @@ class Recorder:
 
 
 def _note(entry: _Entry) -> Note:
-    at, engine, task_id, what, detail = entry
+    at, engine, task_id, what, *detail = entry
     return Note(at, task_id, what, dict(zip(FIELDS[what], detail, strict=True)), engine)
-
-
-def _step_note(entry: _Step) -> Note:
-    at, engine, task_id, what, rank, number = entry
-    word, _, text = what.partition(": ")
-    kind = STEPS[word]
-    detail: dict[str, Any] = {kind.detail: text} | dict(zip(kind.fields, (rank, number), strict=False))
-    detail.pop("", None)
-    return Note(at, task_id, word, detail, engine)
-
-
-def _when(note: Note) -> tuple[float, int]:
-    return note.at, _ORDER.get(note.what, 0)

@@ -78,6 +78,19 @@ class KindReport(ReportSection):
     p99_s: float | None = None  # the same for 99 of 100
 
 
+class TasksReport(ReportSection):
+    """The tasks and look-ups of one engine; or of all engines together, those that have left too."""
+
+    tasks: Annotated[Counts, Count("tasks answered, by final status", "", "status", STATUSES)] = {}
+    queued: Annotated[int, Gauge("tasks admitted and not running", "tasks_queued")] = 0
+    running: Annotated[int, Gauge("tasks running", "tasks_running")] = 0
+    straggling: Annotated[int, Gauge("answered tasks that a rank still works on", "tasks_straggling")] = 0
+    hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
+    misses: Annotated[int, Count("blocks that look-ups did not find; those of reads, of engines that ask none")] = 0
+    lanes: dict[str, KindReport] = {}  # tasks by kind
+    totals: KindReport = msgspec.field(default_factory=KindReport)  # tasks of all kinds
+
+
 class RankReport(ReportSection):
     """One rank of one engine."""
 
@@ -416,7 +429,7 @@ class FingerprintReport(ReportSection):
     facts: dict[str, Any] = {}  # about the model, from the engine
 
 
-class EngineReport(ReportSection):
+class EngineReport(TasksReport):
     """One engine that the daemon serves."""
 
     ready: Annotated[bool, Gauge("whether every rank has its memory, and tasks are admitted")] = False
@@ -437,16 +450,10 @@ class EngineReport(ReportSection):
     owners: list[int | None] = []  # for each rank, the process that offered its memory
     unattached: list[int] = []  # ranks without attached or offered memory
     unattached_s: Annotated[float | None, UNATTACHED] = None  # null if no client needs memory that is not attached
-    tasks: Annotated[Counts, Count("its answered tasks, by final status", "", "status", STATUSES)] = {}
-    queued: Annotated[int, Gauge("its tasks that are queued", "tasks_queued")] = 0
-    running: Annotated[int, Gauge("its tasks that run", "tasks_running")] = 0
-    straggling: Annotated[int, Gauge("its answered tasks that a rank still works on", "tasks_straggling")] = 0
     paused: Annotated[bool, Gauge("whether a pause is held")] = False
     draining: bool = False  # a drain is held, or it leaves
     rejects: Annotated[Counts, Count("its tasks refused, by code", label="code")] = {}
     errors: Annotated[Counts, Count("its admitted tasks that ended with an error", "task_errors", "code")] = {}
-    hits: Annotated[int, Count("blocks that its look-ups found, or its reads if it asks none")] = 0
-    misses: Annotated[int, Count("blocks that its look-ups did not find, or its reads")] = 0
     missed_for: Annotated[
         Counts, Gauge("its look-ups of the last hour that missed, by why the first block was missing", "", "reason")
     ] = {}
@@ -458,8 +465,6 @@ class EngineReport(ReportSection):
     device_blocks: int = 0  # per rank
     host_blocks: int = 0  # per rank
     host_bytes: Annotated[int, Gauge("host memory that it takes")] = 0
-    lanes: dict[str, KindReport] = {}  # its tasks by kind
-    totals: KindReport = msgspec.field(default_factory=KindReport)  # its tasks of all kinds
 
 
 class ActReport(ReportSection):
@@ -486,7 +491,7 @@ class ConcernReport(ReportSection):
     times: int = 0  # how often in the last 10 minutes: events, or how often it began
 
 
-class Report(ReportSection):
+class Report(TasksReport):
     """The whole report. Counts, memory and ranks are those of all engines together.
 
     Fields that describe one engine (generation, cache, layout, configured) are those of [cache], or empty without it.
@@ -504,19 +509,11 @@ class Report(ReportSection):
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
     ranks: Annotated[list[RankReport], Sections("", {"engine": "engine", "rank": "rank"})] = []
-    lanes: dict[str, KindReport] = {}  # the tasks of all engines together, by kind
-    totals: KindReport = msgspec.field(default_factory=KindReport)  # the tasks of all kinds and engines
-    tasks: Annotated[Counts, Count("tasks answered, those of engines that have left too", "", "status", STATUSES)] = {}
     concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
     errors: Annotated[Counts, Count("admitted tasks that ended with an error", "task_errors", "code", ERRORS)] = {}
-    queued: Annotated[int, Gauge("tasks admitted and not running", "tasks_queued")] = 0
-    running: Annotated[int, Gauge("tasks running", "tasks_running")] = 0
-    straggling: Annotated[int, Gauge("answered tasks that a rank still works on", "tasks_straggling")] = 0
     paused: bool = False  # a pause of [cache] is held
     draining: bool = False  # it stops, or a drain of [cache] is held
     held: list[HoldReport] = []  # the longest first
-    hits: Annotated[int, Count("blocks that look-ups found; those of reads, of engines that ask none")] = 0
-    misses: Annotated[int, Count("blocks that look-ups did not find; includes engines that have left")] = 0
     what_if: Annotated[
         list[WhatIfReport], Sections("what_if_", {"level": "level", "times": "times"})
     ] = []  # for all look-ups, with other sizes of each level

@@ -8,10 +8,12 @@ loop: whoever comes meanwhile waits for it. `clock.cpu` measures what they cost,
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar, cast
 
 from transferd.observability.report import Report
+from transferd.runtime.aio import then
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import PIECE_S, finished
 
@@ -28,10 +30,10 @@ class ReportMemory:
     def __init__(self, make: Callable[[], Generator[None, None, Report]], clock: Clock) -> None:
         self._make = make
         self._now, self._cpu = clock.monotonic, clock.cpu
-        self._report: Report | None = None
+        self._report: Report  # the newest
         self._making: asyncio.Task[Report] | None = None
         self._made: dict[Callable[[Report], Any], Any] = {}
-        self._at = self._cost = 0.0
+        self._at, self._cost = -math.inf, 0.0
         self._left, self._filled_at = BURST_S, self._now()
 
     def report(self) -> Report | asyncio.Future[Report]:
@@ -39,14 +41,13 @@ class ReportMemory:
         now = self._now()
         self._left = min(BURST_S, self._left + (now - self._filled_at) * SHARE)
         self._filled_at = now
-        old, costly = self._report is None or now - self._at >= EVERY_S, self._cost >= CHEAP_S
+        old, costly = now - self._at >= EVERY_S, self._cost >= CHEAP_S
         if costly and old:
             if self._making is None:
                 self._making = asyncio.ensure_future(self._in_turns())
             return asyncio.shield(self._making)
         if old or (self._left > 0 and not costly):
             self.now()
-        assert self._report is not None
         return self._report
 
     def now(self) -> Report:
@@ -81,15 +82,7 @@ class ReportMemory:
 
     def made(self, render: Callable[[Report], T]) -> T | asyncio.Future[T]:
         """What `render` makes of a report; once for each report."""
-        report = self.report()
-        return (
-            asyncio.ensure_future(self._later(report, render))
-            if isinstance(report, asyncio.Future)
-            else self._of(report, render)
-        )
-
-    async def _later(self, coming: asyncio.Future[Report], render: Callable[[Report], T]) -> T:
-        return self._of(await coming, render)
+        return then(self.report(), lambda report: self._of(report, render))
 
     def _of(self, report: Report, render: Callable[[Report], T]) -> T:
         if report is not self._report:  # a newer one has come since

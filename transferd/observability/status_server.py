@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 
-from transferd.observability.http import MAX_CONNECTIONS, Asked, HttpServer, Page, Route
+from transferd.observability.http import MAX_CONNECTIONS, HttpServer, Page, Route
 from transferd.observability.page import PageParts, front_page, live_page, story_page
 from transferd.observability.report import Report, parts_of, tree
 from transferd.observability.report_memory import ReportMemory
 from transferd.observability.task_log import TaskMetrics
+from transferd.runtime.aio import then
 from transferd.runtime.descriptors import spare
 from transferd.runtime.threads import Crew
 
@@ -26,7 +27,7 @@ class StatusServer:
     alive: whether the dispatcher makes progress or is idle.
     not_ready: why it is not ready, or "".
     live: the page's sources besides the report.
-    explain: called with a task and its engine, returns its story. Without these two there is no page.
+    explain: called with a task and its engine, returns its story.
     """
 
     def __init__(
@@ -36,8 +37,8 @@ class StatusServer:
         alive: Callable[[], bool],
         not_ready: Callable[[], str],
         *,
-        live: PageParts | None = None,
-        explain: Callable[[str, str], dict[str, Any]] | None = None,
+        live: PageParts,
+        explain: Callable[[str, str], dict[str, Any]],
         hosts: Collection[str] = (),
         tasks: TaskMetrics | None = None,
     ) -> None:
@@ -50,25 +51,22 @@ class StatusServer:
         self._alive = alive
         self._not_ready = not_ready
         self._tasks = tasks
-        self._exposition: Callable[[Report], Callable[[], bytes]] | None = None
         self._exposed: tuple[Report | None, asyncio.Future[Page]] | None = None
         self._thread = Crew("transferd-report", 1)
+        page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
         routes: dict[str, Route] = {
-            "/metrics": self._metrics,
+            "/": lambda _: page,
+            "/metrics": lambda _: then(reports.report(), self._text),
             "/healthz": self._healthz,
             "/readyz": self._readyz,
-            "/status": self._status,
+            "/status": lambda _: reports.made(_status),
+            "/live": functools.partial(self._live, live),
+            "/explain": functools.partial(story_page, explain),
         }
-        asked: dict[str, Asked] = {}
-        if live is not None and explain is not None:
-            page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
-            routes["/"] = lambda: page
-            asked["/live"] = functools.partial(self._live, live)
-            asked["/explain"] = functools.partial(story_page, explain)
         if listen:
-            self._prepare()  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
+            _ = self._exposition  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
         most = spare(MAX_CONNECTIONS)
-        self.http = HttpServer(listen, routes, asked=asked, hosts=hosts, max_connections=most) if listen else None
+        self.http = HttpServer(listen, routes, hosts=hosts, max_connections=most) if listen else None
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""
@@ -86,26 +84,18 @@ class StatusServer:
 
     def metrics(self) -> bytes:
         """The text of /metrics, as it is now."""
-        return self._prepare()(self._reports.now())()
+        return self._exposition(self._reports.now())()
 
-    def _prepare(self) -> Callable[[Report], Callable[[], bytes]]:
-        if self._exposition is None:
-            from transferd.observability.metrics import exposition
+    @functools.cached_property
+    def _exposition(self) -> Callable[[Report], Callable[[], bytes]]:
+        from transferd.observability.metrics import exposition
 
-            self._exposition = exposition(self._not_ready, self._tasks)
-        return self._exposition
-
-    def _metrics(self) -> asyncio.Future[Page]:
-        report = self._reports.report()
-        return asyncio.ensure_future(self._later(report)) if isinstance(report, asyncio.Future) else self._text(report)
-
-    async def _later(self, coming: asyncio.Future[Report]) -> Page:
-        return await self._text(await coming)
+        return exposition(self._not_ready, self._tasks)
 
     def _text(self, report: Report) -> asyncio.Future[Page]:
         """The text is made in a thread, once for each report; it takes much longer than the report."""
         if self._exposed is None or (self._exposed[0] is not report and self._exposed[1].done()):
-            text = self._prepare()(report)
+            text = self._exposition(report)
             self._exposed = report, asyncio.ensure_future(self._in_thread(text))
         return self._exposed[1]
 
@@ -118,25 +108,19 @@ class StatusServer:
         self._reports.spend(cost)
         return Page(body, "text/plain; version=0.0.4; charset=utf-8")
 
-    def _healthz(self) -> Page:
+    def _healthz(self, _: str) -> Page:
         stalled = b"dispatcher stalled: tasks are running and a deadline is overdue\n"
         return Page(b"ok\n") if self._alive() else Page(stalled, status=503)
 
-    def _readyz(self) -> Page:
+    def _readyz(self, _: str) -> Page:
         reason = self._not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
     def _live(self, live: PageParts, query: str) -> Page | asyncio.Future[Page]:
-        shown = self._reports.made(tree)
-        if isinstance(shown, asyncio.Future):
-            return asyncio.ensure_future(self._live_later(shown, live, query))
-        return live_page({"not_ready": self._not_ready(), "report": shown}, live, query)
+        def page(report: dict[str, Any]) -> Page:
+            return live_page({"not_ready": self._not_ready(), "report": report}, live, query)
 
-    async def _live_later(self, shown: asyncio.Future[dict[str, Any]], live: PageParts, query: str) -> Page:
-        return live_page({"not_ready": self._not_ready(), "report": await shown}, live, query)
-
-    def _status(self) -> Page | asyncio.Future[Page]:
-        return self._reports.made(_status)
+        return then(self._reports.made(tree), page)
 
 
 def _status(report: Report) -> Page:

@@ -7,9 +7,9 @@ of each rank.
 
     {"engine", "task_id", "lives": [{"kind", "blocks", "status", "seconds", "began", "complete",
                                      "events": [{"t", "what", …}], "ranks": [{"rank", "events": […]}]}],
-     "omitted"}
+     "omitted", "also"}
 
-also: other engines that have had a task of this id; added by callers that have the notes of all engines.
+also: other engines that have had a task of this id.
 identity: what the task's engine shares with the engines that read its blocks; added by callers that have it.
 status, seconds: None while the task is not answered. A refused task has seconds None and the status `rejected` or
     `busy`.
@@ -32,11 +32,20 @@ MAX_NOTES = 1000  # of one task: bounds an answer
 _FIRST = 100  # of these, when there are more, are the oldest
 
 
-def task_story(task_id: str, notes: Sequence[Note], engine: str, *, wall: float, monotonic: float) -> dict[str, Any]:
-    """Build the story of an engine's task from its notes, oldest first. wall, monotonic: one moment on both clocks.
+def task_story(
+    task_id: str, notes: Sequence[Note], engine: str = "", asker: str = "", *, wall: float, monotonic: float
+) -> dict[str, Any]:
+    """Build the story of a task from the notes of its id, of all engines, oldest first.
+
+    engine: only of this engine; "" for any. Several engines may have had a task of this id: then that of the
+    `asker` counts, else the newest.
+    wall, monotonic: one moment on both clocks.
 
     Raises RequestError, code `unknown_task`, if there are no notes.
     """
+    known = list(dict.fromkeys(note.engine for note in reversed(notes)))
+    chosen = engine or (asker if asker in known else next(iter(known), asker or DEFAULT_ENGINE))
+    notes = [note for note in notes if note.engine == chosen]
     if not notes:
         what = f"unknown task {task_id[:80]!r}: it was never pushed here, or the flight recorder has forgotten it"
         raise RequestError(what, code="unknown_task")
@@ -44,10 +53,11 @@ def task_story(task_id: str, notes: Sequence[Note], engine: str, *, wall: float,
     if omitted:
         notes = [*notes[:_FIRST], *notes[_FIRST - MAX_NOTES :]]
     return {
-        "engine": engine,
+        "engine": chosen,
         "task_id": task_id,
         "lives": [_life(life, wall - monotonic) for life in _lives(notes)],
         "omitted": omitted,
+        "also": [one for one in known if one != chosen],
     }
 
 

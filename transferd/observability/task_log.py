@@ -172,11 +172,9 @@ class TaskMetrics:
 
     def __init__(self, *engines: str) -> None:
         """engines: those that are there from the start."""
-        self._engines = {name: _all_kinds() for name in engines}
+        self._engines = defaultdict(_all_kinds, {name: _all_kinds() for name in engines})
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        if engine not in self._engines:
-            self._engines[engine] = _all_kinds()
         lane = self._engines[engine][task.lane]
         took = lane.durations[result.status]
         took[bisect_left(LATENCY_BUCKETS_S, result.duration)] += 1
@@ -193,11 +191,8 @@ class TaskMetrics:
             lane.missed[_cause(result)] += 1
 
     def left(self, engine: str) -> None:
-        gone = self._engines.pop(engine, None)
-        if gone is not None:
-            rest = self._engines.setdefault("", _all_kinds())
-            for name, series in gone.items():
-                rest[name].add(series)
+        for name, series in self._engines.pop(engine, {}).items():
+            self._engines[""][name].add(series)
 
     def collect(self) -> Iterator[Metric]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # only a scrape needs it
@@ -250,8 +245,8 @@ class _Count:
 
     tasks: int = 0
     nbytes: int = 0
-    times: dict[int, int] = field(default_factory=dict)  # from admission to answer
-    waits: dict[int, int] = field(default_factory=dict)  # of those that waited for storage: their waits
+    times: Counter[int] = field(default_factory=Counter)  # from admission to answer
+    waits: Counter[int] = field(default_factory=Counter)  # of those that waited for storage: their waits
 
 
 class _Lately:
@@ -280,11 +275,8 @@ class _Lately:
             _, gone = self.slots.popleft()
             minute.tasks -= gone.tasks
             minute.nbytes -= gone.nbytes
-            for counts, lost in ((minute.times, gone.times), (minute.waits, gone.waits)):
-                for bucket, number in lost.items():
-                    counts[bucket] -= number
-                    if not counts[bucket]:
-                        del counts[bucket]
+            minute.times -= gone.times
+            minute.waits -= gone.waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +304,10 @@ class Windows:
         self._now = clock.monotonic
         self._began = self._now()
         self._forgotten = 0
-        self._series: dict[str, dict[str, _Lately]] = {}  # by engine, by kind
+        self._series: defaultdict[str, defaultdict[str, _Lately]] = defaultdict(lambda: defaultdict(_Lately))
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        kinds = self._series.setdefault(engine, {})
-        series = kinds.get(task.lane)
-        if series is None:
-            series = kinds[str(task.lane)] = _Lately()
+        series = self._series[engine][task.lane]
         waited = 0.0
         for rank in result.ranks:
             if rank.storage_s > waited:
@@ -328,7 +317,7 @@ class Windows:
         for count in (series.slot(int(self._now())), series.minute):
             count.tasks += 1
             count.nbytes += result.bytes
-            count.times[time] = count.times.get(time, 0) + 1
+            count.times[time] = count.times.get(time, 0) + 1  # faster than +=
             if wait is not None:
                 count.waits[wait] = count.waits.get(wait, 0) + 1
 
@@ -336,7 +325,8 @@ class Windows:
         """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
-        engines = self._series.values() if engine is None else [self._series.get(engine, {})]
+        names = self._series if engine is None else self._series.keys() & {engine}
+        engines = [self._series[name] for name in names]
         chosen = [series for kinds in engines for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
             return Recent()
@@ -384,7 +374,7 @@ def _bucket(seconds: float) -> int:
 _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 
 
-def _together(each: Iterable[dict[int, int]]) -> dict[int, int]:
+def _together(each: Iterable[Counter[int]]) -> dict[int, int]:
     total: dict[int, int] = {}
     for counts in each:
         for bucket, number in counts.items():

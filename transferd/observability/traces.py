@@ -27,6 +27,7 @@ import structlog
 from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ran
 from transferd.runtime.compat import wait_for
+from transferd.runtime.threads import Crew
 from transferd.runtime.version import VERSION
 from transferd.tasks import RankResult, Status, Task, TaskResult
 
@@ -79,6 +80,7 @@ class Traces:
         self._wall, self._monotonic = wall, monotonic
         self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
         self._closing = threading.Event()
+        self._thread = Crew("traces", 1)
         self._done: asyncio.Future[None] | None = None
         self._silent = False  # the last request failed, and that was logged
         self._exporter: Any = None
@@ -90,9 +92,7 @@ class Traces:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # we log failures ourselves, once
         self._exporter = OTLPSpanExporter(self._endpoint, timeout=EXPORT_TIMEOUT_S)
         spans = SpanMaker(self._sample, self._instance)
-        loop = asyncio.get_running_loop()
-        self._done = loop.create_future()
-        threading.Thread(target=self._run, args=(spans, loop, self._done), name="traces", daemon=True).start()
+        self._done = self._thread.run(lambda: self._run(spans))
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
         """A task of this engine was answered. Never blocks, never raises. An observer of the task log."""
@@ -112,11 +112,12 @@ class Traces:
         with contextlib.suppress(TimeoutError):
             await wait_for(asyncio.shield(self._done), CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
+        self._thread.close(0.0)
 
     def statistics(self) -> TracesReport:
         return TracesReport(exported=self.exported, dropped=self.dropped, failed=self.failed)
 
-    def _run(self, spans: SpanMaker, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
+    def _run(self, spans: SpanMaker) -> None:
         while not self._closing.is_set():
             with contextlib.suppress(queue.Empty):
                 first = self._queue.get(timeout=GATHER_S)
@@ -124,8 +125,6 @@ class Traces:
                     self._closing.wait(GATHER_S)
                 self._export(spans, [first, *self._waiting(BATCH - 1)])
         self._export(spans, list(self._waiting(MAX_WAITING)))
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller is left
-            loop.call_soon_threadsafe(_finish, done)
 
     def _waiting(self, most: int) -> Iterable[_Answered]:
         with contextlib.suppress(queue.Empty):
@@ -153,27 +152,16 @@ class Traces:
                 log.warning("traces are lost: the collector cannot be reached", endpoint=self._endpoint, why=problem)
 
 
-def _finish(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)
-
-
 class SpanMaker:
     """Turns answered tasks into spans. Used by one thread."""
 
     def __init__(self, sample: float, instance: str) -> None:
         from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        ended: list[ReadableSpan] = []
-
-        class Collect(SpanProcessor):
-            """Collects spans that have ended."""
-
-            def on_end(self, span: ReadableSpan) -> None:
-                ended.append(span)
 
         resource = Resource.create(
             {"service.name": "transferd", "service.version": VERSION, "service.instance.id": instance}
@@ -181,8 +169,8 @@ class SpanMaker:
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False
         )
-        provider.add_span_processor(Collect())
-        self._ended = ended
+        self._ended = InMemorySpanExporter()
+        provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("transferd", VERSION)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -190,7 +178,7 @@ class SpanMaker:
         """All spans of those tasks that are sampled."""
         for one in answered:
             self._add(one)
-        made = list(self._ended)
+        made = list(self._ended.get_finished_spans())
         self._ended.clear()
         return made
 

@@ -19,6 +19,7 @@ import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 MOST = 4096  # keys that are followed
@@ -28,19 +29,18 @@ PIECE = 1024  # keys: a tenth of a millisecond, or a few where all of them are f
 HALVES_S = 3600.0  # after so long, what came before counts half as much
 
 
+@dataclass(slots=True)
 class _Seen:
     """What one engine has looked up, in blocks. Counts are estimates for all keys.
 
     reused: how many were used before, by their reuse distance in bytes, rounded.
     """
 
-    __slots__ = ("asked", "block", "number", "reused", "sampled")
-
-    def __init__(self, number: int, block: int) -> None:
-        self.number = number
-        self.block = block  # bytes
-        self.asked = self.sampled = 0.0
-        self.reused: defaultdict[int, float] = defaultdict(float)
+    number: int
+    block: int  # bytes
+    asked: float = 0.0
+    sampled: float = 0.0
+    reused: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class WhatIf:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transferd.errors import InvariantError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def answered(value: T) -> asyncio.Future[T]:
@@ -17,6 +18,18 @@ def answered(value: T) -> asyncio.Future[T]:
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     future.set_result(value)
     return future
+
+
+def then(value: T | asyncio.Future[T], do: Callable[[T], U | asyncio.Future[U]]) -> U | asyncio.Future[U]:
+    """What `do` makes of a value: at once, or later if the value comes later."""
+    if not isinstance(value, asyncio.Future):
+        return do(value)
+
+    async def later(coming: asyncio.Future[T]) -> U:
+        made = do(await coming)
+        return await made if isinstance(made, asyncio.Future) else made
+
+    return asyncio.ensure_future(later(value))
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -66,14 +79,8 @@ class Background:
     def __init__(self) -> None:
         self._running: set[asyncio.Future[Any]] = set()
 
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
     def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
-        """Like `spawn`, but return a future that is already done as it is."""
+        """Begin a piece. Returns a future that is already done as it is."""
         if isinstance(work, asyncio.Future) and work.done():
             return work
         begun = asyncio.ensure_future(work)

@@ -21,18 +21,12 @@ ROOT = Path("/")
 CACHED = ("inactive_file", "active_file")  # in memory.stat
 
 
-class _GroupFiles(NamedTuple):
-    """The files of a resource in one version of control groups."""
-
-    limit: str
-    used: str
-    cached: str = ""  # before the names in CACHED
-
-
-_V2 = {"memory": _GroupFiles("memory.max", "memory.current"), "pids": _GroupFiles("pids.max", "pids.current")}
-_V1 = {
-    "memory": _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    "pids": _GroupFiles("pids.max", "pids.current"),
+# By the kind of control groups and the resource: the files of limit and use, and the prefix of CACHED in memory.stat.
+_FILES = {
+    ("cgroup2", "memory"): ("memory.max", "memory.current", ""),
+    ("cgroup2", "pids"): ("pids.max", "pids.current", ""),
+    ("cgroup", "memory"): ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ("cgroup", "pids"): ("pids.max", "pids.current", ""),
 }
 
 
@@ -67,24 +61,25 @@ def most_maps() -> int:
 def groups(resource: str) -> list[ControlGroup]:
     """The control groups of this process, its own first, that limit `resource`: "memory" or "pids"."""
     found = []
-    for directory, names in _directories(resource):
-        limit = _number(directory / names.limit)
+    for directory, kind in _directories(resource):
+        limit_file, used_file, prefix = _FILES[kind, resource]
+        limit = _number(directory / limit_file)
         if limit is None or limit >= NO_LIMIT - 2**20:  # version 1 has "no limit" as a number, in whole pages
             continue
-        used = _number(directory / names.used) or 0
+        used = _number(directory / used_file) or 0
         if resource == "memory":
-            used -= _cached(directory / "memory.stat", names.cached)
+            used -= _cached(directory / "memory.stat", prefix)
         found.append(ControlGroup(directory, limit, limit - used))
     return found
 
 
-def _directories(resource: str) -> Iterator[tuple[Path, _GroupFiles]]:
-    """The directories of this process's groups for a resource, each group before its parent."""
+def _directories(resource: str) -> Iterator[tuple[Path, str]]:
+    """The directories of this process's groups for a resource, with their kind, each group before its parent."""
     for controllers, path in _memberships():
         if controllers == [""]:
-            names, kind = _V2[resource], "cgroup2"
+            kind = "cgroup2"
         elif resource in controllers:
-            names, kind = _V1[resource], "cgroup"
+            kind = "cgroup"
         else:
             continue
         for root, mounted in _mounts(kind, "" if kind == "cgroup2" else resource):
@@ -93,7 +88,7 @@ def _directories(resource: str) -> Iterator[tuple[Path, _GroupFiles]]:
             directory = ROOT / mounted.lstrip("/") / inside.strip("/")
             top = ROOT / mounted.lstrip("/")
             while True:
-                yield directory, names
+                yield directory, kind
                 if directory == top:
                     break
                 directory = directory.parent

@@ -19,7 +19,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol, TypeVar
 
 TURN_S = 0.004
@@ -144,28 +144,12 @@ class OneATurn:
     """Lets one piece of longer work run in each turn of the loop, in the order in which they came."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._taken = False
+        self._taken = asyncio.Lock()
 
     async def turn(self) -> None:
         """Wait until this piece may run."""
-        loop = asyncio.get_running_loop()
-        if self._taken:
-            future: asyncio.Future[None] = loop.create_future()
-            self._waiting.append(future)
-            await future
-        else:
-            self._taken = True
-            loop.call_soon(self._next, loop.call_soon)
-
-    def _next(self, call_soon: Callable[..., object]) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
-            if not future.done():  # else its caller was cancelled
-                future.set_result(None)
-                call_soon(self._next, call_soon)
-                return
-        self._taken = False
+        await self._taken.acquire()
+        asyncio.get_running_loop().call_soon(self._taken.release)
 
 
 def finished(work: Generator[None, None, T]) -> T:

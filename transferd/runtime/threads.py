@@ -184,18 +184,13 @@ class Turns:
             self._closed = True
         waiting: list[Work[object]] = []
         with contextlib.suppress(queue.Empty):
-            while True:
-                if (work := self.get_nowait()) is not None:
-                    waiting.append(work)
+            while self._ready.get_nowait():
+                waiting.append(self._next())
         return waiting
 
     def get(self) -> Work[object] | None:
         """Wait for the next function; None ends the thread."""
         return self._next() if self._ready.get() else None
-
-    def get_nowait(self) -> Work[object] | None:
-        """Like `get`, but raises queue.Empty instead of waiting."""
-        return self._next() if self._ready.get_nowait() else None
 
     def _next(self) -> Work[object]:
         with self._lock:

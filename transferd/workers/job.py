@@ -331,10 +331,10 @@ class Share:
 
         When this returns or raises, none of them runs any more. So a stop waits for at most so many.
         """
-        under_way: deque[asyncio.Task[bool]] = deque()
+        under_way: deque[asyncio.Future[bool]] = deque()
         try:
             for work in works:
-                under_way.append(self.context.background.spawn(work))
+                under_way.append(self.context.background.begin(work))
                 if (len(under_way) == most and not await under_way.popleft()) or self.stopped is not None:
                     break
             while under_way:

@@ -39,7 +39,7 @@ class PeerSink:
         self._position = {name: i for i, name in enumerate(names)}
 
     async def wanted(self, share: Share, limit: int) -> Sequence[int]:
-        asked = share.context.background.spawn(self._outbound.posted(limit))
+        asked = share.context.background.begin(self._outbound.posted(limit))
         return [self._position[name] for name in asked.result()] if await share.answered(asked) else []
 
     def store(
@@ -106,7 +106,7 @@ class PeerHandler:
         """The outcome, once the receiver has confirmed every object or failed."""
         job = share.job
         if len(share.moved) == job.task.blocks:
-            confirming = self._context.background.spawn(outbound.taken())
+            confirming = self._context.background.begin(outbound.taken())
             try:
                 if await job.stop.race(confirming):
                     confirming.result()

@@ -129,7 +129,7 @@ class Reader:
         if stored is None:  # the source has no index: ask it
             levels = source.levels
             exists = source.exists if levels is None else levels.exists_now
-            asked = self._context.background.spawn(exists(share.names))
+            asked = self._context.background.begin(exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()

@@ -93,7 +93,7 @@ class StorageSink:
     async def _look_up(self, share: Share) -> Sequence[int]:
         stored = share.job.by_run(share.names, self._storage.index.stored)
         if stored is None:  # without an index, `exists` asks the medium itself
-            asked = share.context.background.spawn(self._storage.exists(share.names))
+            asked = share.context.background.begin(self._storage.exists(share.names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
@@ -114,7 +114,7 @@ class StorageSink:
             share.done(positions, nbytes)
             return
         objects = [(item.name, item.nbytes, item.depth) for item in share.items(positions)]
-        proving = share.context.background.spawn(levels.prove(objects, job.use, job.started_at))
+        proving = share.context.background.begin(levels.prove(objects, job.use, job.started_at))
         self.promised.append(Promised(positions, nbytes, proving))
 
     async def proven(self, share: Share) -> None:
@@ -149,7 +149,7 @@ class StorageSink:
         look = self._storage.index.look([share.names[i] for i in there]) if there else None
         if look is None:
             return stored
-        asked = share.context.background.spawn(look)
+        asked = share.context.background.begin(look)
         if not await share.answered(asked):
             return [True] * len(stored)  # the task has been stopped
         held = dict(zip(there, asked.result(), strict=True))

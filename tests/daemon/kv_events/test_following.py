@@ -111,10 +111,10 @@ def test_a_gap_is_asked_for_and_filled_in_order(publisher: Publisher) -> None:
     publisher.publish(stored(3))
     assert publisher.asked == [1]
     assert publisher.believed == {1}
-    assert publisher.follower.snapshots == 1
+    assert publisher.follower.counts.snapshots == 1
     publisher.answer()
     assert publisher.believed == {1, 3}
-    assert publisher.follower.lost == 0
+    assert publisher.follower.counts.lost == 0
 
 
 def test_live_batches_that_a_replay_contained_are_skipped(publisher: Publisher) -> None:
@@ -125,7 +125,7 @@ def test_live_batches_that_a_replay_contained_are_skipped(publisher: Publisher) 
     for sequence in (0, 1):  # the live stream had them in its queue
         publisher.follower.live(sequence, publisher.batches[sequence])
     assert publisher.believed == {1, 2}
-    assert publisher.follower.replays == 0
+    assert publisher.follower.counts.replays == 0
 
 
 def test_a_sequence_that_goes_back_is_another_daemon(publisher: Publisher) -> None:
@@ -163,7 +163,7 @@ def test_a_late_follower_learns_what_no_kept_batch_contains() -> None:
     publisher.publish(stored(5000))
     assert publisher.believed == publisher.truth
     assert len(publisher.believed) == 3000
-    assert publisher.follower.lost == 0
+    assert publisher.follower.counts.lost == 0
 
 
 def test_a_gap_that_replays_cannot_fill_is_filled_by_a_snapshot() -> None:
@@ -177,7 +177,7 @@ def test_a_gap_that_replays_cannot_fill_is_filled_by_a_snapshot() -> None:
     publisher.publish(stored(7))
     publisher.answer()
     assert publisher.believed == publisher.truth == {2, 3, 4, 5, 6, 7}
-    assert publisher.follower.lost == 1
+    assert publisher.follower.counts.lost == 1
     assert publisher.asked == []
 
 
@@ -188,7 +188,7 @@ def test_batches_that_outrun_a_snapshot_are_asked_for_again_but_not_for_ever(out
     publisher.follower.connected()
     publisher.answer()
     assert publisher.asked == []
-    assert publisher.follower.snapshots == min(outrun + 1, following.SNAPSHOTS_IN_A_ROW)
+    assert publisher.follower.counts.snapshots == min(outrun + 1, following.SNAPSHOTS_IN_A_ROW)
     assert publisher.believed <= publisher.truth
     if outrun < following.SNAPSHOTS_IN_A_ROW:
         assert publisher.believed == publisher.truth
@@ -218,7 +218,7 @@ def test_answers_to_a_request_that_was_given_up_are_not_taken_for_those_of_the_n
 def test_a_snapshot_that_begins_with_something_else_is_unreadable(publisher: Publisher) -> None:
     publisher.follower.connected()
     publisher.follower.replayed(SNAPSHOT, b"not a number")
-    assert publisher.follower.unreadable == 1
+    assert publisher.follower.counts.unreadable == 1
     publisher.answer()
     publisher.publish(stored(1))
     assert publisher.believed == {1}
@@ -230,7 +230,7 @@ def test_a_publisher_without_snapshots_is_asked_for_its_batches() -> None:
     publisher.follower.connected()
     publisher.answer()
     assert publisher.believed == {1}
-    assert publisher.follower.replays == 1
+    assert publisher.follower.counts.replays == 1
 
 
 def test_batches_too_old_for_a_replay_are_lost_and_older_blocks_are_dropped() -> None:
@@ -243,7 +243,7 @@ def test_batches_too_old_for_a_replay_are_lost_and_older_blocks_are_dropped() ->
     publisher.publish(stored(7))
     publisher.answer()
     assert publisher.believed == {6, 7}  # 1 may have been withdrawn meanwhile
-    assert publisher.follower.lost == 1
+    assert publisher.follower.counts.lost == 1
 
 
 def test_without_a_replay_endpoint_a_gap_begins_anew() -> None:
@@ -305,7 +305,7 @@ def test_an_unreadable_batch_is_counted_and_skipped(publisher: Publisher, payloa
     publisher.publish(stored(1))
     publisher.batches.append(payload)
     publisher.follower.live(1, payload)
-    assert publisher.follower.unreadable == 1
+    assert publisher.follower.counts.unreadable == 1
     publisher.publish(stored(2))
     assert publisher.believed == {1, 2}
 
@@ -382,4 +382,4 @@ def test_a_batch_that_comes_before_the_connection_is_known_is_no_loss() -> None:
     assert publisher.asked == [SNAPSHOT]
     publisher.follower.connected()
     publisher.answer()
-    assert (publisher.follower.lost, publisher.follower.snapshots) == (0, 1)
+    assert (publisher.follower.counts.lost, publisher.follower.counts.snapshots) == (0, 1)

@@ -58,7 +58,7 @@ class SimEffects:
             coordinator._apply[kind] = self._either_side(kind.__name__, coordinator._apply[kind])
         for worker in coordinator.workers:
             worker.start = self._before("Start", worker.start, lambda job, *_: job.task.task_id)  # type: ignore[method-assign]
-        barrier = coordinator._barrier
+        barrier = coordinator.barrier
         barrier.open = self._before("Start", barrier.open, lambda task_id, *_: task_id)  # type: ignore[method-assign]
         daemon.transport.send = self._sends  # type: ignore[method-assign]
         self._deliver = coordinator.listeners.deliver

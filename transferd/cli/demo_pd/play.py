@@ -11,10 +11,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import quantiles
 from typing import Any
 
 from transferd.cli.replay.kvdata import KvData
+from transferd.cli.replay.report import percentiles_ms
 from transferd.cli.replay.trace import TraceRequest
 from transferd.client.client import Client
 from transferd.errors import HandoverFailed
@@ -52,15 +52,8 @@ class PdDemoReport:
     def tree(self) -> dict[str, Any]:
         names = ("mode", "network", "requests", "blocks", "incomplete_blocks", "bytes", "verify_failures", "failures")
         counts = {name: getattr(self, name) for name in (*names, "seconds", "errors")}
-        latency = {"write_all": _percentiles(self.write_s), "read_all": _percentiles(self.read_s)}
+        latency = {"write_all": percentiles_ms(self.write_s), "read_all": percentiles_ms(self.read_s)}
         return counts | {"latency_ms": latency}
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {}
-    cuts = quantiles(seconds, n=100, method="inclusive")
-    return {"p50": cuts[49] * 1000, "p99": cuts[98] * 1000}
 
 
 @dataclass(slots=True)

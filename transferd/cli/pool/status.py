@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from transferd.errors import StorageUnavailable, one_line
+from transferd.observability.units import size
 from transferd.storage.mooncake.master_pages import read_page
 
 # The master's metric: our name for it.
@@ -78,8 +79,8 @@ def print_status(report: dict[str, Any], console: Console) -> None:
     console.print(f"master {report['address']}: {report['health']}, {report['role']}, {state}")
     share = f" ({report['used'] / report['capacity']:.0%})" if report["capacity"] else ""
     console.print(
-        f"{report['keys']:,} keys ({report['soft_pinned']:,} soft-pinned), {_size(report['used'])} of "
-        f"{_size(report['capacity'])} used{share}, {report['evicted_keys']:,} evicted, "
+        f"{report['keys']:,} keys ({report['soft_pinned']:,} soft-pinned), {size(report['used'])} of "
+        f"{size(report['capacity'])} used{share}, {report['evicted_keys']:,} evicted, "
         f"{report['no_room']:,} times no room"
     )
     if not report["segments"]:
@@ -88,15 +89,7 @@ def print_status(report: dict[str, Any], console: Console) -> None:
     table = Table("segment", "protocol", "status", "capacity", "used")
     for segment in report["segments"]:
         used, capacity = segment["used"], segment["capacity"]
-        table.add_row(segment["name"], segment["protocol"], segment["status"], _size(capacity), _size(used))
+        table.add_row(segment["name"], segment["protocol"], segment["status"], size(capacity), size(used))
     console.print(table)
     for name in report["key_names"]:
         console.print(one_line(name), markup=False, highlight=False)
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

@@ -17,6 +17,10 @@ from transferd.errors import one_line
 from transferd.tasks import NOT_ADMITTED, Status, Task, TaskResult
 
 LISTED = 5  # the most mismatches and errors that a report lists; it counts all
+AS_THEY_ARE = (  # fields of the plain data that have the names of ours
+    *("requests", "blocks_written", "blocks_read", "bytes", "blocks_verified", "verify_failures"),
+    *("error_count", "errors", "aborted", "seconds"),
+)
 TIERS = ("device", "host", "storage", "none")
 GOOD = frozenset({Status.OK, Status.PARTIAL, Status.MISS})
 
@@ -72,26 +76,16 @@ class ReplayReport:
     def tree(self) -> dict[str, Any]:
         """The report as plain data."""
         total = sum(self.hits.values())
-        return {
-            "requests": self.requests,
+        return {name: getattr(self, name) for name in AS_THEY_ARE} | {
             "tasks": sum(self.statuses.values()),
-            "blocks_written": self.blocks_written,
-            "blocks_read": self.blocks_read,
             "hit_blocks": {tier: self.hits[tier] for tier in TIERS},
             "hit_rate": {tier: self.hits[tier] / total if total else 0.0 for tier in TIERS},
-            "bytes": self.bytes,
             "gb_per_s": self.bytes / self.seconds / 1e9 if self.seconds else 0.0,
-            "blocks_verified": self.blocks_verified,
-            "verify_failures": self.verify_failures,
             "mismatches": [asdict(mismatch) for mismatch in self.mismatches],
             "statuses": {str(status): count for status, count in self.statuses.items()},
             "busy_retries": self.busy,
             "truncated_requests": self.truncated,
-            "error_count": self.error_count,
-            "errors": self.errors,
-            "aborted": self.aborted,
-            "latency_ms": {kind: _percentiles(values) for kind, values in sorted(self.latencies.items())},
-            "seconds": self.seconds,
+            "latency_ms": {kind: percentiles_ms(values) for kind, values in sorted(self.latencies.items())},
         }
 
     def print(self, console: Console) -> None:
@@ -129,8 +123,9 @@ class ReplayReport:
             console.print("[bold red]ended early:[/]", escape(one_line(self.aborted)), soft_wrap=True)
 
 
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if len(values) == 1:
-        return {"p50": values[0] * 1e3, "p99": values[0] * 1e3}
-    cuts = quantiles(values, n=100, method="inclusive")
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    """Half of them, and 99 of 100, took at most so many milliseconds; empty without any."""
+    if len(seconds) < 2:
+        return {name: one * 1e3 for one in seconds for name in ("p50", "p99")}
+    cuts = quantiles(seconds, n=100, method="inclusive")
     return {"p50": cuts[49] * 1e3, "p99": cuts[98] * 1e3}

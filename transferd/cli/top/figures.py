@@ -6,7 +6,7 @@ The daemon's report has the figures. What is kept here is their history: one val
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transferd.observability.concerns import concerns
@@ -17,25 +17,13 @@ WINDOW = 60  # polls in a sparkline
 
 
 @dataclass(slots=True)
-class KindFigures:
-    """One kind of task. Rates are those of the last 10 s; p50 and p99 of the last minute, in seconds or None."""
-
-    queued: int
-    running: int
-    tasks_per_s: float
-    bytes_per_s: float
-    p50: float | None
-    p99: float | None
-    history: list[float] = field(default_factory=list)  # tasks a second, the newest last
-
-
-@dataclass(slots=True)
 class Figures:
     """What one screen shows. rows: tasks in the form of transferd/daemon/listing.py, unordered."""
 
     report: Report
-    kinds: dict[str, KindFigures]
-    tasks_per_s: list[float]  # the newest last, as in all histories
+    kinds: dict[str, KindReport]
+    histories: dict[str, list[float]]  # of each kind: tasks a second, the newest last, as in all histories
+    tasks_per_s: list[float]
     bytes_per_s: list[float]
     hit_share: float | None  # the share of the last minute's lookups that hit
     waits: list[str]  # for each rank, how many tasks wait for it and what it is doing
@@ -44,9 +32,13 @@ class Figures:
 
     def tree(self) -> dict[str, Any]:
         """The figures as plain data, without the report."""
-        tree = asdict(self)
-        del tree["report"]
-        return tree
+        kinds = {
+            name: {field: getattr(kind, field) for field in ("queued", "running", "tasks_per_s", "bytes_per_s")}
+            | {"p50": kind.p50_s, "p99": kind.p99_s, "history": self.histories[name]}
+            for name, kind in self.kinds.items()
+        }
+        plain = ("tasks_per_s", "bytes_per_s", "hit_share", "waits", "concerns", "rows")
+        return {"kinds": kinds} | {name: getattr(self, name) for name in plain}
 
 
 class Samples:
@@ -74,24 +66,14 @@ class Samples:
             self._tasks[name].append(kind.tasks_per_s)
         return Figures(
             report=report,
-            kinds={name: self._kind(name, kind) for name, kind in kinds.items()},
+            kinds=kinds,
+            histories={name: list(self._tasks[name]) for name in kinds},
             tasks_per_s=list(self._tasks[""]),
             bytes_per_s=list(self._bytes),
             hit_share=report.storage.hit_share_1min,
             waits=waits_by_rank(rows),
             concerns=concerns(report),
             rows=rows,
-        )
-
-    def _kind(self, name: str, kind: KindReport) -> KindFigures:
-        return KindFigures(
-            queued=kind.queued,
-            running=kind.running,
-            tasks_per_s=kind.tasks_per_s,
-            bytes_per_s=kind.bytes_per_s,
-            p50=kind.p50_s,
-            p99=kind.p99_s,
-            history=list(self._tasks[name]),
         )
 
 

@@ -73,8 +73,8 @@ def _head(figures: Figures, view: View) -> list[Text]:
     lines.append(Text(head, style="bold"))
     for name, kind in figures.kinds.items():
         text = f"{name:<9} {count(kind.queued):>6} {count(kind.running):>7} {count(kind.tasks_per_s):>8}"
-        text += f" {size(kind.bytes_per_s):>10} {span(kind.p50):>8} {span(kind.p99):>8}  {sparkline(kind.history, 16)}"
-        lines.append(Text(text))
+        text += f" {size(kind.bytes_per_s):>10} {span(kind.p50_s):>8} {span(kind.p99_s):>8}"
+        lines.append(Text(f"{text}  {sparkline(figures.histories[name], 16)}"))
     lines.append(Text(f"waits     {'; '.join(figures.waits) or 'no round waits for a rank'}"))
     if len(report.engines) > 1:
         lines += [_engine(name, engine) for name, engine in report.engines.items()]

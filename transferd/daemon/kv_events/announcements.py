@@ -28,8 +28,10 @@ device block twice.
 
 from __future__ import annotations
 
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -72,85 +74,63 @@ class Block(NamedTuple):
     tokens: bytes | None
 
 
-class _Change(NamedTuple):
-    """The events of one update of a pool."""
-
-    removed: list[int]
-    stored: list[Block]
-
-
-class _Update:
-    """An update of a pool in progress: which hashes were announced before it, and which blocks have arrived."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, bool] = {}  # hash -> was announced when the update began
-        self.arrived: dict[int, Block] = {}
-
-    def touched(self, hash_: int, *, announced: bool) -> None:
-        """Note the state of a hash before it changes; only the first call for a hash counts."""
-        self._before.setdefault(hash_, announced)
-
-    def change(self, announced: Container[int]) -> _Change:
-        """Compare the state before the update with the hashes that are announced now."""
-        removed = [hash_ for hash_, was in self._before.items() if was and hash_ not in announced]
-        stored = [block for hash_, block in self.arrived.items() if not self._before[hash_] and hash_ in announced]
-        return _Change(removed, stored)
-
-
 class _Pool:
     """The known contents of one pool's slots, and the slots for which each block is announced.
 
-    A block may also be announced LOOSE: an engine reported it without naming a slot.
+    A block may also be announced LOOSE: an engine reported it without naming a slot. Each update ends with `changes`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str) -> None:
+        self.medium = medium
         self._held: dict[int, Block] = {}
         self._announced: dict[int, set[int]] = {}  # hash -> slots
         self._loose: OrderedDict[int, None] = OrderedDict()  # hashes, oldest first
+        self._before: dict[int, bool] = {}  # of the hashes that this update touches: whether each was announced before
+        self._arrived: dict[int, Block] = {}  # in this update
 
     def get(self, slot: int) -> Block | None:
         return self._held.get(slot)
 
-    def assign(self, cleared: Iterable[int], filled: Iterable[tuple[int, Block]], *, announce: bool) -> _Change:
+    def changes(self) -> tuple[list[int], list[Block]]:
+        """The hashes that are announced no more since the last call, and the blocks that are announced since then."""
+        before, now = self._before, self._announced
+        removed = [hash_ for hash_, was in before.items() if was and hash_ not in now]
+        stored = [self._arrived[hash_] for hash_, was in before.items() if not was and hash_ in now]
+        self._before, self._arrived = {}, {}
+        return removed, stored
+
+    def assign(self, cleared: Iterable[int], filled: Iterable[tuple[int, Block]], *, announce: bool) -> None:
         """Forget the contents of the cleared slots, then note the blocks of the filled ones."""
-        update = _Update()
         for slot in cleared:
-            self._clear(slot, update)
+            self._clear(slot)
         for slot, block in filled:
             held = self._held.get(slot)
             known = held is not None and held.hash == block.hash
             if known and (not announce or slot in self._announced.get(block.hash, ())):
                 continue
-            self._clear(slot, update)
+            self._clear(slot)
             self._held[slot] = block
             if announce:
-                self._announce(slot, block.hash, update)
-                update.arrived[block.hash] = block
-        return update.change(self._announced)
+                self._announce(slot, block)
 
-    def announce_loose(self, blocks: Iterable[Block], limit: int) -> _Change:
+    def announce_loose(self, blocks: Iterable[Block], limit: int) -> None:
         """Announce blocks without a slot; retract the oldest ones beyond `limit`."""
-        update = _Update()
-        update.arrived = {block.hash: block for block in blocks}
-        for hash_ in update.arrived:
-            self._announce(LOOSE, hash_, update)
-            self._loose[hash_] = None
-            self._loose.move_to_end(hash_)
+        for block in blocks:
+            self._announce(LOOSE, block)
+            self._loose[block.hash] = None
+            self._loose.move_to_end(block.hash)
         while len(self._loose) > limit:
-            self._retract(LOOSE, self._loose.popitem(last=False)[0], update)
-        return update.change(self._announced)
+            self._retract(LOOSE, self._loose.popitem(last=False)[0])
 
-    def remove(self, hashes: Iterable[int]) -> _Change:
+    def remove(self, hashes: Iterable[int]) -> None:
         """Remove blocks from the pool, whatever slots they are in."""
-        update = _Update()
         for hash_ in hashes:
             for slot in list(self._announced.get(hash_, ())):
                 if slot == LOOSE:
                     del self._loose[hash_]
-                    self._retract(slot, hash_, update)
+                    self._retract(slot, hash_)
                 else:
-                    self._clear(slot, update)
-        return update.change(self._announced)
+                    self._clear(slot)
 
     @property
     def hashes(self) -> Collection[int]:
@@ -162,17 +142,18 @@ class _Pool:
         held = ((hash_, self._held.get(next(iter(slots)))) for hash_, slots in self._announced.items())
         return [Block(hash_, None, False, None) if block is None else block for hash_, block in held]
 
-    def _clear(self, slot: int, update: _Update) -> None:
+    def _clear(self, slot: int) -> None:
         block = self._held.pop(slot, None)
         if block is not None and slot in self._announced.get(block.hash, ()):
-            self._retract(slot, block.hash, update)
+            self._retract(slot, block.hash)
 
-    def _announce(self, slot: int, hash_: int, update: _Update) -> None:
-        update.touched(hash_, announced=hash_ in self._announced)
-        self._announced.setdefault(hash_, set()).add(slot)
+    def _announce(self, slot: int, block: Block) -> None:
+        self._before.setdefault(block.hash, block.hash in self._announced)
+        self._announced.setdefault(block.hash, set()).add(slot)
+        self._arrived[block.hash] = block
 
-    def _retract(self, slot: int, hash_: int, update: _Update) -> None:
-        update.touched(hash_, announced=True)
+    def _retract(self, slot: int, hash_: int) -> None:
+        self._before.setdefault(hash_, True)
         slots = self._announced[hash_]
         slots.discard(slot)
         if not slots:
@@ -182,6 +163,7 @@ class _Pool:
 KeysOf = Callable[[ReadStorageTask | WriteStorageTask], Sequence[str]]
 
 
+@dataclass(eq=False, repr=False)
 class Residency:
     """Turns task results into events; see the module's theory of operation.
 
@@ -194,34 +176,22 @@ class Residency:
     changed: called when there are events to drain, once until `drain`.
     """
 
-    def __init__(
-        self,
-        objects: ObjectFormat,
-        *,
-        block_size: int,
-        max_blocks: int,
-        token_ids: bool = True,
-        keys_of: KeysOf = lambda task: task.keys,
-        only_flush: bool = False,
-        holds: Callable[[str], bool] = lambda _: True,
-        reports_departures: bool = False,
-        levels: Sequence[str] = (),
-        levels_of: Callable[[str], int] = lambda _: 0,
-        changed: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._objects = objects
-        self.block_size = block_size
-        self._max_blocks = max_blocks
-        self._token_ids = token_ids
-        self._keys_of = keys_of
-        self._only_flush = only_flush
-        self._holds = holds
-        self._reports_departures = reports_departures
-        self._levels_of = levels_of
-        self._changed = changed
-        self._device, self._host = _Pool(), _Pool()
+    objects: ObjectFormat
+    block_size: int
+    max_blocks: int
+    token_ids: bool = True
+    keys_of: KeysOf = operator.attrgetter("keys")
+    only_flush: bool = False
+    holds: Callable[[str], bool] = lambda _: True
+    reports_departures: bool = False
+    levels: Sequence[str] = ()
+    levels_of: Callable[[str], int] = lambda _: 0
+    changed: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._device, self._host = _Pool(MEDIUM_GPU), _Pool(MEDIUM_CPU)
         self._stored: OrderedDict[str, Block] = OrderedDict()  # by digest, longest unused first
-        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in levels}  # of those, by medium
+        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in self.levels}  # of those
         self._events: list[KvEvent] = []
         self._fresh: list[tuple[str, Block]] = []
 
@@ -236,12 +206,10 @@ class Residency:
             self._wrote(task, result, current=current)
         elif isinstance(task, ReadStorageTask):
             self._read(task, result, current=current)
-        elif isinstance(task, SwapOutTask):
-            moves = zip(task.gpu_block_ids, task.cpu_block_ids, strict=True)
-            self._swapped(list(moves), self._device, self._host, MEDIUM_GPU, MEDIUM_CPU, result, current=current)
         else:
-            moves = zip(task.cpu_block_ids, task.gpu_block_ids, strict=True)
-            self._swapped(list(moves), self._host, self._device, MEDIUM_CPU, MEDIUM_GPU, result, current=current)
+            device, host = (task.gpu_block_ids, self._device), (task.cpu_block_ids, self._host)
+            ends = (device, host) if isinstance(task, SwapOutTask) else (host, device)
+            self._swapped(*ends, result, current=current)
 
     def object_left(self, digest: str) -> None:
         """Retract a block because a rank's object of the current generation has left storage."""
@@ -254,7 +222,7 @@ class Residency:
         block = self._stored.get(digest)
         if block is None or not self._at:
             return
-        hash_, there = block.hash, self._levels_of(digest)
+        hash_, there = block.hash, self.levels_of(digest)
         for number, (medium, at) in enumerate(self._at.items()):
             if there >> number & 1 and digest not in at:
                 at[digest] = hash_
@@ -264,7 +232,7 @@ class Residency:
 
     def clear(self) -> None:
         """Retract everything: at a change of the generation, at the start, and at the end."""
-        self._device, self._host = _Pool(), _Pool()
+        self._device, self._host = _Pool(MEDIUM_GPU), _Pool(MEDIUM_CPU)
         self._stored.clear()
         for at in self._at.values():
             at.clear()
@@ -272,9 +240,9 @@ class Residency:
 
     def memory_gone(self) -> None:
         """Retract all blocks in device and host memory, which is gone; stored blocks are unaffected."""
-        for medium, pool in ((MEDIUM_GPU, self._device), (MEDIUM_CPU, self._host)):
-            self._emit_removed(medium, pool.hashes)
-        self._device, self._host = _Pool(), _Pool()
+        for pool in (self._device, self._host):
+            self._emit_removed(pool.medium, pool.hashes)
+        self._device, self._host = _Pool(MEDIUM_GPU), _Pool(MEDIUM_CPU)
 
     # --- events out ---------------------------------------------------------------------------------
 
@@ -309,18 +277,18 @@ class Residency:
     # --- tasks --------------------------------------------------------------------------------------
 
     def _wrote(self, task: WriteStorageTask, result: TaskResult, *, current: bool) -> None:
-        ids, keys = task.block_ids, self._keys_of(task)
-        pool, medium = self._tier_of(task)
+        ids, keys = task.block_ids, self.keys_of(task)
+        pool = self._tier_of(task)
         if not current:
-            self._assign(pool, medium, ids, [], announce=False)
+            self._assign(pool, ids, [], announce=False)
             return
         blocks = self._describe(keys, _tokens_of(task), task.start_write_block_idx)
-        if self._only_flush and task.lane is Lane.WRITE:
+        if self.only_flush and task.lane is Lane.WRITE:
             self._flushed(task, result, blocks)
             return
         unambiguous = len(set(ids)) == len(ids)
         if unambiguous:
-            self._assign(pool, medium, [], zip(ids, blocks, strict=True), announce=False)
+            self._assign(pool, [], zip(ids, blocks, strict=True), announce=False)
         if task.lane is not Lane.WRITE:  # the blocks were sent to another node
             return
         if result.status is Status.OK:
@@ -330,27 +298,28 @@ class Residency:
             positions = [i for i, block in enumerate(ids) if block in moved]
             self._announce_stored([keys[i] for i in positions], [blocks[i] for i in positions])
 
-    def _tier_of(self, task: WriteStorageTask | ReadStorageTask) -> tuple[_Pool, str]:
-        return (self._host, MEDIUM_CPU) if task.cpu_block_ids else (self._device, MEDIUM_GPU)
+    def _tier_of(self, task: WriteStorageTask | ReadStorageTask) -> _Pool:
+        return self._host if task.cpu_block_ids else self._device
 
     def _flushed(self, task: WriteStorageTask, result: TaskResult, blocks: Sequence[Block]) -> None:
         if task.flush_cache_exists is False:  # the blocks are gone, even if the index could not be updated
-            hashes = [block.hash for block in blocks]
-            self._emit_change(MEDIUM_GPU, self._device.remove(hashes))
-            self._emit_change(MEDIUM_CPU, self._host.remove(hashes))
+            for pool in (self._device, self._host):
+                pool.remove(block.hash for block in blocks)
+                self._emit_changes(pool)
         elif result.status is not Status.OK:
             return
         elif task.gpu_block_ids:
-            self._assign(self._device, MEDIUM_GPU, [], zip(task.gpu_block_ids, blocks, strict=True), announce=True)
+            self._assign(self._device, [], zip(task.gpu_block_ids, blocks, strict=True), announce=True)
         else:
-            self._emit_change(MEDIUM_GPU, self._device.announce_loose(blocks, self._max_blocks))
+            self._device.announce_loose(blocks, self.max_blocks)
+            self._emit_changes(self._device)
 
     def _read(self, task: ReadStorageTask, result: TaskResult, *, current: bool) -> None:
-        targets, (pool, medium) = task.block_ids[: len(task.keys)], self._tier_of(task)
+        targets, pool = task.block_ids[: len(task.keys)], self._tier_of(task)
         if not current:
-            self._assign(pool, medium, targets, [], announce=True)
+            self._assign(pool, targets, [], announce=True)
             return
-        keys, moved = self._keys_of(task), set(result.block_ids)
+        keys, moved = self.keys_of(task), set(result.block_ids)
         loaded = [i for i, block in enumerate(targets) if block in moved]
         missed = [i for i, block in enumerate(targets) if block not in moved]
         if task.prefix:
@@ -358,43 +327,38 @@ class Residency:
         else:  # its keys need not be one sequence
             blocks = [Block(block_hash(keys[i]), None, False, None) for i in loaded]
         filled = zip((targets[i] for i in loaded), blocks, strict=True)
-        self._assign(pool, medium, [targets[i] for i in missed], filled, announce=True)
+        self._assign(pool, [targets[i] for i in missed], filled, announce=True)
         if task.lane is not Lane.READ:  # the blocks came from another node
             return
         self._announce_stored([keys[i] for i in loaded], blocks)
-        if result.error is None and missed and not self._reports_departures:
+        if result.error is None and missed and not self.reports_departures:
             known = missed[:1] if task.prefix else missed  # a prefix read does not look behind the first
-            for digest in self._objects.ids([keys[i] for i in known]):
+            for digest in self.objects.ids([keys[i] for i in known]):
                 self.object_left(digest)
 
     def _swapped(
-        self,
-        moves: list[tuple[int, int]],
-        source: _Pool,
-        target: _Pool,
-        source_medium: str,
-        target_medium: str,
-        result: TaskResult,
-        *,
-        current: bool,
+        self, source: tuple[list[int], _Pool], target: tuple[list[int], _Pool], result: TaskResult, *, current: bool
     ) -> None:
-        done = result.status is Status.OK and current
-        known = [(to, block) for at, to in moves if (block := source.get(at)) is not None] if done else []
-        self._assign(target, target_medium, [to for _, to in moves], known, announce=True)
+        (left, before), (filled, now) = source, target
+        moves = zip(left, filled, strict=True) if result.status is Status.OK and current else ()
+        known = [(to, block) for at, to in moves if (block := before.get(at)) is not None]
+        self._assign(now, filled, known, announce=True)
         if result.status is Status.OK:
-            self._assign(source, source_medium, [at for at, _ in moves], [], announce=True)
+            self._assign(before, left, [], announce=True)
 
     def _assign(
-        self, pool: _Pool, medium: str, cleared: Iterable[int], filled: Iterable[tuple[int, Block]], *, announce: bool
+        self, pool: _Pool, cleared: Iterable[int], filled: Iterable[tuple[int, Block]], *, announce: bool
     ) -> None:
-        self._emit_change(medium, pool.assign(cleared, filled, announce=announce))
+        pool.assign(cleared, filled, announce=announce)
+        self._emit_changes(pool)
 
-    def _emit_change(self, medium: str, change: _Change) -> None:
-        self._emit_removed(medium, change.removed)
-        self._emit_stored(medium, change.stored)
+    def _emit_changes(self, pool: _Pool) -> None:
+        removed, stored = pool.changes()
+        self._emit_removed(pool.medium, removed)
+        self._emit_stored(pool.medium, stored)
 
     def _announce_stored(self, keys: Sequence[str], blocks: Sequence[Block]) -> None:
-        self._fresh += self.announce_stored(zip(self._objects.ids(keys), blocks, strict=True))
+        self._fresh += self.announce_stored(zip(self.objects.ids(keys), blocks, strict=True))
 
     def announce_stored(self, stored: Iterable[tuple[str, Block]]) -> list[tuple[str, Block]]:
         """Announce those of these (digest, block) that storage has. Returns those that were not announced yet."""
@@ -402,13 +366,13 @@ class Residency:
         for digest, block in stored:
             if digest in self._stored:
                 self._stored.move_to_end(digest)
-            elif self._holds(digest):  # a rank's object may have been evicted since it was stored
+            elif self.holds(digest):  # a rank's object may have been evicted since it was stored
                 self._stored[digest] = block
                 fresh.append((digest, block))
         self._emit_stored(MEDIUM_STORAGE, [block for _, block in fresh])
         for digest, _ in fresh:
             self.object_moved(digest)
-        while len(self._stored) > self._max_blocks:
+        while len(self._stored) > self.max_blocks:
             self.object_left(next(iter(self._stored)))
         return fresh
 
@@ -424,7 +388,7 @@ class Residency:
     def _describe(self, keys: Sequence[str], token_ids: TokenIds | None, start: int) -> list[Block]:
         """Describe consecutive blocks of a sequence by their keys; the first is its block `start`."""
         size, blocks = self.block_size, []
-        raw, width = _packed(token_ids) if self._token_ids and token_ids is not None else (b"", 1)
+        raw, width = _packed(token_ids) if self.token_ids and token_ids is not None else (b"", 1)
         parent: int | None = None
         for i, key in enumerate(keys):
             hash_, linked = block_hash(key), i > 0 or start == 0
@@ -451,7 +415,7 @@ class Residency:
         first = not self._events
         self._events.extend(events)
         if first:
-            self._changed()
+            self.changed()
 
 
 def _tokens_of(task: ReadStorageTask | WriteStorageTask) -> TokenIds | None:

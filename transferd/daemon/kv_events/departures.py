@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from transferd.daemon.kv_events.pool_watch import PoolWatch
 from transferd.storage.base import Storage
 
 Left = Callable[[str], None]
@@ -22,8 +21,6 @@ class Departures:
         self._listeners: list[Left] = []
         self._levels: Sequence[str] | None = None  # names; None before `listen_to_levels`
         self._moves: list[Left] = []
-        pool = None if storage is None else storage.pool
-        self.pool_watch = None if storage is None or pool is None else PoolWatch(pool, storage.index)
 
     def listen(self, left: Left) -> bool:
         """Call `left(name)` in the step in which a load stops finding an object.

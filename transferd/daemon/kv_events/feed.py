@@ -10,12 +10,7 @@ import asyncio
 import functools
 import operator
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import structlog
-
-from transferd.blocks.formats import ObjectFormat
-from transferd.config import Config
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.departures import Departures
@@ -23,15 +18,13 @@ from transferd.daemon.kv_events.remembered import Remembered, place_of
 from transferd.daemon.kv_events.snapshot import Announced
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.kv_events.subscriber import FollowedNodes
+from transferd.daemon.preflight import EnginePlan
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.open_index import OpenTokenStorage, TokenIndex
 from transferd.storage.base import Storage
 from transferd.storage.divided import of_blocks
-from transferd.storage.tokens import TokenStorage
 from transferd.tasks import ReadStorageTask, Task, TaskResult, WriteStorageTask
-
-log = structlog.get_logger(__name__)
 
 LOOKED_AT = 128  # announced blocks that a pool is asked for at a time
 AGAIN_BLOCKS, AGAIN_S = 1000, 0.1  # announced again at a time after a restart, and the pause after them
@@ -43,43 +36,33 @@ class KvEventFeed:
     Its first and last batches are AllBlocksCleared: announcements end with their engine, and a subscriber that missed
     the end learns of it from the engine's successor.
 
-    index: receives all events under the name `node`, and those of other nodes through `peers`.
-    sockets: None if `events.endpoint` is empty.
-    remembered: where to note what is announced, and to read what was, of the engine's life before; None to forget it.
+    An open token index of this daemon receives all events under the node's name, and those of other nodes.
     """
 
     def __init__(
-        self,
-        config: Config,
-        objects: ObjectFormat,
-        storage: Storage | None,
-        *,
-        generation: str,
-        tokens: TokenStorage | None = None,
-        only_flush: bool = False,
-        index: TokenIndex | None = None,
-        node: str = "",
-        peers: FollowedNodes | None = None,
-        sockets: EventSockets | None = None,
-        departures: Departures,
-        remembered: Path | None = None,
+        self, plan: EnginePlan, storage: Storage | None, sockets: EventSockets | None, departures: Departures, name: str
     ) -> None:
-        """Build the feed, which listens to `departures` from now on.
+        """Build the feed, which listens to `departures` from now on. Raises ConfigError.
 
         storage: the storage of blocks, as the ranks use it.
-        generation: the one served at the start.
         sockets: the daemon's, shared by the feeds of all engines; None if `events.endpoint` is empty.
+        name: the engine's.
         """
+        config, objects = plan.config, plan.objects
         self._objects = objects
         self._storage = storage
-        self._tokens = tokens
-        self._index = index
-        self._node = node
-        self._peers = peers
+        self._tokens = plan.tokens
+        self._index: TokenIndex | None = None
+        self._peers: FollowedNodes | None = None
+        if isinstance(plan.tokens, OpenTokenStorage):
+            self._index, self._node, peers = plan.tokens.index, plan.tokens.node, config.storage.attention_store.peers
+            if self._node in peers:
+                what = "must not contain this node itself; remove it"
+                raise ConfigError("storage.attention_store.peers", what, self._node)
+            self._peers = FollowedNodes(peers, self._index, config.events.max_blocks) if peers else None
         first = config.geometry.first_rank
         self._ranks = range(first, first + config.geometry.ranks)
-        self._generation = generation
-        self._token_ids = config.events.token_ids
+        self._generation = plan.generation  # the one served at the start
         self._departures = departures
         self._departed = of_blocks(self._object_left, objects.parts)
         reports = departures.listen(self._departed)
@@ -92,7 +75,7 @@ class KvEventFeed:
             max_blocks=config.events.max_blocks,
             token_ids=config.events.token_ids,
             keys_of=self._keys_of,
-            only_flush=only_flush,
+            only_flush=plan.only_flush,
             holds=self._holds if reports else lambda _: True,
             reports_departures=reports,
             levels=levels if config.events.levels else (),
@@ -103,7 +86,8 @@ class KvEventFeed:
         self._dp_rank = config.events.dp_rank
         self._flush: asyncio.Handle | None = None
         self._running = False
-        self._remembered = Remembered(remembered, self.residency) if remembered and reports else None
+        path = place_of(config, name, objects.space) if reports else None
+        self._remembered = None if path is None else Remembered(path, self.residency)
         self._again: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -119,8 +103,6 @@ class KvEventFeed:
         """Begin to announce again what an earlier life has announced and storage still has."""
         if self._remembered is not None:
             self._again = asyncio.get_running_loop().create_task(self._announce_again(self._remembered))
-        if self._departures.pool_watch is not None:
-            self._departures.pool_watch.add(self._announced_objects)
 
     def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
@@ -139,8 +121,6 @@ class KvEventFeed:
             self.sockets.exclude(self._announced)
         if self._peers is not None:
             self._peers.close()
-        if self._departures.pool_watch is not None:
-            self._departures.pool_watch.remove(self._announced_objects)
         self._departures.forget(self._departed)
         self._departures.forget(self._moved)
 
@@ -234,7 +214,8 @@ class KvEventFeed:
             gone = not self._reports and levels is not None and not levels.having(name)
             (self.residency.object_left if gone else self.residency.object_moved)(block)
 
-    def _announced_objects(self) -> Iterator[list[str]]:
+    def objects(self) -> Iterator[list[str]]:
+        """The names of all announced objects, a few hundred at a time."""
         digests, parts = [digest for digest, _ in self.residency.stored()], self._objects.parts
         for start in range(0, len(digests), LOOKED_AT):
             names = (name for digest in digests[start : start + LOOKED_AT] for name in self._names(digest))
@@ -253,38 +234,6 @@ class KvEventFeed:
         return [self._objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
 
 
-def create_kv_event_feed(
-    config: Config,
-    objects: ObjectFormat,
-    storage: Storage | None,
-    *,
-    generation: str,
-    tokens: TokenStorage | None,
-    only_flush: bool,
-    sockets: EventSockets | None,
-    departures: Departures,
-    engine: str,
-) -> KvEventFeed | None:
-    """The feed, or None if there are no followers: routers on sockets, or our own token index. Raises ConfigError."""
-    index, node, peers = None, "", None
-    if isinstance(tokens, OpenTokenStorage):
-        index, node, sections = tokens.index, tokens.node, config.storage.attention_store.peers
-        if node in sections:
-            raise ConfigError("storage.attention_store.peers", "must not contain this node itself; remove it", node)
-        peers = FollowedNodes(sections, index, config.events.max_blocks) if sections else None
-    if sockets is None and index is None:
-        return None
-    return KvEventFeed(
-        config,
-        objects,
-        storage,
-        generation=generation,
-        tokens=tokens,
-        only_flush=only_flush,
-        index=index,
-        node=node,
-        peers=peers,
-        sockets=sockets,
-        departures=departures,
-        remembered=place_of(config, engine, objects.space),
-    )
+def has_followers(plan: EnginePlan, sockets: EventSockets | None) -> bool:
+    """Whether an engine's events reach anybody: routers on sockets, or our own token index."""
+    return sockets is not None or isinstance(plan.tokens, OpenTokenStorage)

@@ -22,10 +22,10 @@ The follower does not trust its input. It counts and skips unreadable batches, a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
+from transferd.observability.report import FollowedReport
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
@@ -76,15 +76,12 @@ class Follower:
         self._tries = 0  # snapshots requested since the last replay that ended
         self._aside: list[tuple[int, bytes]] = []
         self._aside_bytes = 0
-        self.batches = 0
-        self.replays = 0
-        self.snapshots = 0
-        self.lost = 0  # how often batches were lost for good
-        self.unreadable = 0
+        self.counts = FollowedReport()
 
     def connected(self) -> None:
-        """The publisher has become reachable, for the first time or after `disconnected`."""
-        self._new_publisher()
+        """A publisher has become reachable, for the first time or after `disconnected`; or another has begun anew."""
+        self._has_snapshots, self._tries = True, 0
+        self._start_over()
 
     def disconnected(self) -> None:
         """The publisher is gone or cannot be reached."""
@@ -103,8 +100,8 @@ class Follower:
         """Take a batch of the live stream."""
         back = sequence <= self._last_live
         self._last_live = sequence
-        if back:  # another publisher, which has begun anew
-            self._new_publisher()
+        if back:
+            self.connected()
         self._route(sequence, payload)
 
     def replayed(self, sequence: int, payload: bytes) -> None:
@@ -127,12 +124,12 @@ class Follower:
         if self._answered:
             self._take(payload)
         elif len(payload) != SEQUENCE_BYTES:
-            self.unreadable += 1
+            self.counts.unreadable += 1
         else:
             self._answered = True
             self._index.forget(self.node)
             self._next = int.from_bytes(payload, "big")
-            self.snapshots += 1
+            self.counts.snapshots += 1
 
     def _batch(self, sequence: int, payload: bytes) -> None:
         if self._asked == SNAPSHOT and not self._answered:  # a publisher that reads the request as a small number
@@ -186,10 +183,6 @@ class Follower:
         aside, self._aside, self._aside_bytes = self._aside, [], 0
         return aside
 
-    def _new_publisher(self) -> None:
-        self._has_snapshots, self._tries = True, 0
-        self._start_over()
-
     def _start_over(self) -> None:
         self._index.forget(self.node)
         self._next = 0
@@ -203,7 +196,7 @@ class Follower:
             if wanted == SNAPSHOT:
                 self._tries += 1
             else:
-                self.replays += 1
+                self.counts.replays += 1
             self._ask(wanted)
 
     def _give_up(self) -> None:
@@ -213,19 +206,19 @@ class Follower:
 
     def _lose(self) -> None:
         """Drop all announcements: batches are lost for good, and they may have retracted blocks."""
-        self.lost += 1
+        self.counts.lost += 1
         self._index.forget(self.node)
 
     def _apply(self, sequence: int, payload: bytes) -> None:
         self._next = sequence + 1
-        self.batches += 1
+        self.counts.batches += 1
         self._take(payload)
 
     def _take(self, payload: bytes) -> None:
         try:
             batch = _decoder.decode(payload)
         except UNREADABLE:
-            self.unreadable += 1
+            self.counts.unreadable += 1
             return
         for event in batch.events:
             known = _understood(event)
@@ -238,13 +231,11 @@ class Follower:
 def _understood(event: _Event) -> BlockStored | BlockRemoved | AllBlocksCleared | None:
     hashes = [_as_int(hash_) for hash_ in event.block_hashes]
     medium = event.medium or "GPU"  # vLLM omits it if there is only one
-    known: dict[str, Callable[[], Any]] = {
-        "BlockStored": lambda: BlockStored(hashes, None, [], 0, None, medium, None),
-        "BlockRemoved": lambda: BlockRemoved(hashes, medium),
-        "AllBlocksCleared": AllBlocksCleared,
-    }
-    make = known.get(event.type)
-    return None if make is None else make()
+    if event.type == "BlockStored":
+        return BlockStored(hashes, None, [], 0, None, medium, None)
+    if event.type == "BlockRemoved":
+        return BlockRemoved(hashes, medium)
+    return AllBlocksCleared() if event.type == "AllBlocksCleared" else None
 
 
 def _as_int(hash_: int | bytes) -> int:

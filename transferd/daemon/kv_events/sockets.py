@@ -35,7 +35,6 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import structlog
 
@@ -65,13 +64,6 @@ GREET_EVERY_S = 1.0  # between two empty batches, so that subscriptions do not p
 SUBSCRIBERS = frozenset((b"SUB", b"XSUB"))
 
 
-class _SentBatch(NamedTuple):
-    """One batch that was sent and is kept."""
-
-    sequence: int
-    payload: bytes
-
-
 @dataclass(slots=True, eq=False)
 class _Replay:
     """A peer's request for a replay that is not fully answered."""
@@ -82,31 +74,29 @@ class _Replay:
     numbered: bool = False  # whether the snapshot goes as ordinary batches
 
 
+@dataclass(eq=False, repr=False)
 class EventSockets:
-    """Both sockets, on the running loop, from `start` to `close`. Owns them."""
+    """Both sockets, on the running loop, from `start` to `close`. Owns them.
 
-    def __init__(
-        self,
-        config: EventsSection,
-        *,
-        socket_mode: int = 0o660,
-        max_connections: int = 4096,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        """max_connections: the limit of each socket."""
-        self._config = config
-        self._mode = socket_mode
-        self._max_connections = max_connections
-        self._clock = clock
+    max_connections: the limit of each socket.
+    """
+
+    config: EventsSection
+    socket_mode: int = 0o660
+    max_connections: int = 4096
+    clock: Clock = SYSTEM_CLOCK
+
+    def __post_init__(self) -> None:
+        config = self.config
         self._topic = config.topic.encode()
         self._closed = False
         self._pub: Acceptor | None = None
         self._router: Acceptor | None = None
         # For each subscriber, how often it has subscribed to each beginning of our topic, by its length.
         self._subscribed: dict[ZmtpConnection, Counter[int]] = {}
-        self._kept: deque[_SentBatch] = deque()
+        self._kept: deque[bytes] = deque()  # the newest batches
         self._kept_bytes = 0
-        self._first = int(clock.wall() * 1_000_000)  # the first batch's number
+        self._first = int(self.clock.wall() * 1_000_000)  # the first batch's number
         self._sequence = self._first  # the next batch's number
         self._greeted = -GREET_EVERY_S  # when an empty batch was sent last, in monotonic seconds
         self._greeting: asyncio.TimerHandle | None = None
@@ -116,25 +106,22 @@ class EventSockets:
         self._announcements: list[Announcements] = []
         self._behind: dict[ZmtpConnection, asyncio.TimerHandle] = {}  # peers with replays that must read first
         self._step: asyncio.Handle | None = None
-        self._events = 0
-        self._replayed = 0
-        self._snapshots = 0
-        self._broken_off = 0
+        self._counts = Counter(events=0, replays=0, snapshots=0, replays_broken_off=0)
         self.endpoint = config.endpoint
         self.replay_endpoint = config.replay_endpoint
 
     def start(self) -> None:
         """Bind both sockets, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
-        config = self._config
+        config = self.config
         try:
             door = Door(b"PUB", SUBSCRIBERS, MAX_SUBSCRIPTION, self._subscribe, unread=LIVE_UNREAD)
-            self._pub = Acceptor(self._max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
-            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self._mode)
+            self._pub = Acceptor(self.max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
+            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self.socket_mode)
             if config.replay_endpoint:
                 door = Door(b"ROUTER", ROUTED, MAX_REQUEST_BYTES, self._requested)
-                self._router = Acceptor(self._max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
+                self._router = Acceptor(self.max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
                 key = "events.replay_endpoint"
-                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self._mode)
+                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self.socket_mode)
         except BaseException:
             self.close()
             raise
@@ -190,12 +177,12 @@ class EventSockets:
 
     def _greet_soon(self) -> None:
         if self._greeting is None and not self._closed:
-            wait = self._greeted + GREET_EVERY_S - self._clock.monotonic()
+            wait = self._greeted + GREET_EVERY_S - self.clock.monotonic()
             self._greeting = asyncio.get_running_loop().call_later(max(0.0, wait), self._greet)
 
     def _greet(self) -> None:
-        self._greeting, self._greeted = None, self._clock.monotonic()
-        self._send((), self._config.dp_rank)
+        self._greeting, self._greeted = None, self.clock.monotonic()
+        self._send((), self.config.dp_rank)
 
     # --- new batches --------------------------------------------------------------------------------
 
@@ -205,26 +192,22 @@ class EventSockets:
         dp_rank: the engine's; None for events.dp_rank.
         """
         if self._pub is not None and not self._closed and events:
-            self._send(events, self._config.dp_rank if dp_rank is None else dp_rank)
+            self._send(events, self.config.dp_rank if dp_rank is None else dp_rank)
 
     def _send(self, events: Sequence[KvEvent], dp_rank: int) -> None:
-        payload = encode_batch(self._clock.wall(), events, dp_rank)
-        kept = _SentBatch(self._sequence, payload)
+        payload = encode_batch(self.clock.wall(), events, dp_rank)
+        frames = self._frames(self._sequence, payload)
         self._sequence += 1
-        self._events += len(events)
-        self._keep(kept)
-        frames = self._frames(kept)
+        self._counts["events"] += len(events)
+        self._kept.append(payload)
+        self._kept_bytes += len(payload)
+        while len(self._kept) > self.config.buffer or self._kept_bytes > self.config.buffer_bytes:
+            self._kept_bytes -= len(self._kept.popleft())
         for connection in list(self._subscribed):
             connection.send(*frames)
 
-    def _keep(self, kept: _SentBatch) -> None:
-        self._kept.append(kept)
-        self._kept_bytes += len(kept.payload)
-        while len(self._kept) > self._config.buffer or self._kept_bytes > self._config.buffer_bytes:
-            self._kept_bytes -= len(self._kept.popleft().payload)
-
-    def _frames(self, kept: _SentBatch) -> list[bytes]:
-        return [self._topic, kept.sequence.to_bytes(SEQUENCE_BYTES, "big"), kept.payload]
+    def _frames(self, sequence: int, payload: bytes) -> list[bytes]:
+        return [self._topic, sequence.to_bytes(SEQUENCE_BYTES, "big"), payload]
 
     # --- replays ------------------------------------------------------------------------------------
 
@@ -244,10 +227,9 @@ class EventSockets:
             return
         waiting = self._replays.get(connection)
         if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:
-            self._broken_off += 1
+            self._counts["replays_broken_off"] += 1
             return
-        replay = self._new_replay(request[1])
-        self._replays.setdefault(connection, deque()).append(replay)
+        self._replays.setdefault(connection, deque()).append(self._new_replay(request[1]))
         self._step_soon()
 
     def _new_replay(self, wanted: bytes) -> _Replay:
@@ -259,12 +241,11 @@ class EventSockets:
         snapshot = self._useful_snapshot() or self._take_snapshot()
         if wanted != SNAPSHOT and number + snapshot.count > snapshot.sequence:  # it has no numbers for them
             return _Replay(number)
-        self._snapshots += 1
+        self._counts["snapshots"] += 1
+        if wanted != SNAPSHOT:
+            return _Replay(snapshot.sequence - snapshot.count, snapshot, snapshot.batches(), numbered=True)
         start = snapshot.sequence.to_bytes(SEQUENCE_BYTES, "big")
-        hashes = itertools.chain([start], snapshot.hashes())
-        rest = hashes if wanted == SNAPSHOT else snapshot.batches()
-        numbered = wanted != SNAPSHOT
-        return _Replay(snapshot.sequence - snapshot.count * numbered, snapshot, rest, numbered)
+        return _Replay(snapshot.sequence, snapshot, itertools.chain([start], snapshot.hashes()))
 
     def _useful_snapshot(self) -> Snapshot | None:
         """A snapshot that is being sent to another peer, so that many requests at once cost the memory of one."""
@@ -274,7 +255,7 @@ class EventSockets:
     def _take_snapshot(self) -> Snapshot:
         # First, because the engines publish what is pending before they answer.
         announced = [part for announcements in self._announcements for part in announcements()]
-        return Snapshot(self._sequence, announced, self._clock.wall())
+        return Snapshot(self._sequence, announced, self.clock.wall())
 
     @property
     def _oldest(self) -> int:
@@ -311,7 +292,7 @@ class EventSockets:
             if frames := self._next_of(replay):
                 connection.send(b"", *frames)
             if replay.next > self._sequence:
-                self._replayed += 1
+                self._counts["replays"] += 1
                 waiting.popleft()
                 return
 
@@ -325,14 +306,14 @@ class EventSockets:
                 if not replay.numbered:
                     return [self._topic, SNAPSHOT, payload]
                 replay.next += 1
-                return self._frames(_SentBatch(replay.next - 1, payload))
+                return self._frames(replay.next - 1, payload)
         replay.snapshot = replay.rest = None
         sequence = max(replay.next, self._oldest)
         if sequence >= self._sequence:
             replay.next = self._sequence + 1
             return [self._topic, END, b""]
         replay.next = sequence + 1
-        return self._frames(self._kept[sequence - self._oldest])
+        return self._frames(sequence, self._kept[sequence - self._oldest])
 
     def _wait(self, connection: ZmtpConnection) -> None:
         """Go on once the peer has read what it got. If it reads nothing for a while, its connection ends."""
@@ -347,19 +328,10 @@ class EventSockets:
             self._step_soon()
 
     def _left(self, connection: ZmtpConnection) -> None:
-        timer = self._behind.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
         self._requests.pop(connection, None)
-        self._broken_off += len(self._replays.pop(connection, ()))
+        self._counts["replays_broken_off"] += len(self._replays.pop(connection, ()))
+        self._caught_up(connection)
 
-    def statistics(self) -> dict[str, Any]:
-        return {
-            "batches": self._sequence - self._first,
-            "events": self._events,
-            "kept": len(self._kept),
-            "kept_bytes": self._kept_bytes,
-            "replays": self._replayed,
-            "snapshots": self._snapshots,
-            "replays_broken_off": self._broken_off,
-        }
+    def statistics(self) -> dict[str, int]:
+        kept = {"kept": len(self._kept), "kept_bytes": self._kept_bytes}
+        return {"batches": self._sequence - self._first, **kept, **self._counts}

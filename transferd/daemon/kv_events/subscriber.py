@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import msgspec
 import structlog
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -66,7 +67,7 @@ class FollowedNodes:
             self._context = None
 
     def statistics(self) -> dict[str, FollowedReport]:
-        return {node.follower.node: node.statistics() for node in self._nodes}
+        return {node.follower.node: msgspec.structs.replace(node.follower.counts) for node in self._nodes}
 
 
 class FollowedNode:
@@ -81,28 +82,20 @@ class FollowedNode:
         self._again: asyncio.TimerHandle | None = None
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects."""
-        try:
-            if self._section.replay_endpoint:
-                self._replay = self._connected(context, zmq.DEALER, self._section.replay_endpoint)
-            socket = context.socket(zmq.SUB)
-            # Watch before connecting anything, so that no connection is missed.
-            wanted = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            monitor = socket.get_monitor_socket(wanted)
-            self._channels.append(Channel(context, monitor, self._monitored, owns_context=False))
-            socket.setsockopt(zmq.SUBSCRIBE, b"")
-            self._open(socket, self._section.endpoint)
-            self._channels.append(Channel(context, socket, self._live, owns_context=False))
-        except BaseException:
-            self.close()
-            raise
-
-    def _connected(self, context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> Channel:
-        socket = context.socket(kind)
-        self._open(socket, endpoint)
-        channel = Channel(context, socket, self._replayed, owns_context=False)
-        self._channels.append(channel)
-        return channel
+        """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects; then call `close`."""
+        if self._section.replay_endpoint:
+            socket = context.socket(zmq.DEALER)
+            self._open(socket, self._section.replay_endpoint)
+            self._replay = Channel(context, socket, self._replayed, owns_context=False)
+            self._channels.append(self._replay)
+        socket = context.socket(zmq.SUB)
+        # Watch before connecting anything, so that no connection is missed.
+        wanted = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = socket.get_monitor_socket(wanted)
+        self._channels.append(Channel(context, monitor, self._monitored, owns_context=False))
+        socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._open(socket, self._section.endpoint)
+        self._channels.append(Channel(context, socket, self._live, owns_context=False))
 
     def _open(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         set_common_options(socket, [endpoint], 0)
@@ -173,16 +166,6 @@ class FollowedNode:
     def _unanswered(self) -> None:
         self._again = None
         self.follower.unanswered()
-
-    def statistics(self) -> FollowedReport:
-        one = self.follower
-        return FollowedReport(
-            batches=one.batches,
-            replays=one.replays,
-            snapshots=one.snapshots,
-            lost=one.lost,
-            unreadable=one.unreadable,
-        )
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:

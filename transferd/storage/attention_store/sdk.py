@@ -299,7 +299,7 @@ class SdkTokenStorage(TokenStorage):
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
             path = TokenIds(transfer.path.array[: (transfer.start + moved) * self._block_size])
-            self._background.spawn(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
+            self._background.begin(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
 
     async def _update_index(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
         try:

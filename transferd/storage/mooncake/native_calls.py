@@ -154,7 +154,7 @@ class Merger(Generic[T]):
     def _next(self) -> None:
         if self._fresh is not None or not self._queues:
             return
-        self._running.spawn(self._make(self._take()))
+        self._running.begin(self._make(self._take()))
 
     def _take(self) -> list[_Waiting[T]]:
         """Batches of each engine in turn, each engine's in their order, while they fit.

@@ -42,7 +42,7 @@ class Segments:
             self._served[memory.address] = memory.lender
         if self._nbytes and len(set(self._served.values())) > self.lent:
             self.lent += 1
-            self._running.spawn(self._lend(memory.rank))
+            self._running.begin(self._lend(memory.rank))
 
     def ended(self, memory: HostMemory) -> None:
         """The rank with this staging memory is served no more."""
