@@ -20,7 +20,7 @@ from transferd.storage.lent import Lent
 from transferd.storage.lru import Use
 from transferd.tasks import Stop
 from transferd.workers import cpu_blocks
-from transferd.workers.cpu_blocks import NATIVE, CpuBlocks
+from transferd.workers.cpu_blocks import NATIVE, BlockFill, CpuBlocks
 
 KEYS = [f"k{i}" for i in range(6)]
 SOURCE = [3, 9, 1, 12, 7, 5]
@@ -32,17 +32,16 @@ Make = Callable[[CpuBlocks, int, bool, Callable[[], bool]], bool]
 
 def watch(monkeypatch: pytest.MonkeyPatch, make: Make) -> None:
     """Have `make` called in the place of each copy: with the task's blocks, the block, `near`, and the copy."""
-    real = CpuBlocks.fill
 
     def watched(blocks: CpuBlocks, positions: Sequence[int]) -> Fill:
-        fill = real(blocks, positions)
+        fill = BlockFill(blocks, positions)
 
         def told(i: int, data: memoryview, near: bool) -> bool:
             return make(blocks, blocks._blocks[positions[i]], near, lambda: fill(i, data, near))
 
         return told  # it lends nothing, so the extension calls it
 
-    monkeypatch.setattr(CpuBlocks, "fill", watched)
+    monkeypatch.setattr("transferd.workers.write.BlockFill", watched)
 
 
 @pytest.fixture
