@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.page_cache import forget, pages_in_memory, tells_what_it_has
-from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases, read_in_parts
+from transferd.adapters.common import read_leases
+from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
 from transferd.storage import file_io
 from transferd.storage.paths import path_of
@@ -53,10 +54,15 @@ def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: A
     return path
 
 
+def read_one(leases: ReadLeases, pieces: Sequence[memoryview]) -> bool:
+    (done,) = read_leases.read(leases.orders(["k"], [pieces]))
+    return done
+
+
 def read(directory: Path, nbytes: int = len(PAYLOAD), until: float = LATER) -> bytes | None:
     leases, data = ReadLeases(), bytearray(nbytes)
     leases.take(["k"], places(directory), until)
-    return bytes(data) if leases.read("k", [memoryview(data)]) else None
+    return bytes(data) if read_one(leases, [memoryview(data)]) else None
 
 
 @pytest.mark.parametrize("nbytes", [256, 4096, 70_016, len(PAYLOAD)])
@@ -81,11 +87,11 @@ def test_the_pieces_of_an_object_are_filled_in_order_and_nothing_beside_them_is_
     leases, memory = ReadLeases(), bytearray(b"\xa5" * (2 * nbytes * count))
     leases.take(["k"], places(directory), LATER)
     pieces = [memoryview(memory)[2 * i * nbytes : (2 * i + 1) * nbytes] for i in reversed(range(count))]
-    assert leases.read("k", pieces)
+    assert read_one(leases, pieces)
     assert b"".join(pieces) == payload
     gaps = [memory[(2 * i + 1) * nbytes : (2 * i + 2) * nbytes] for i in range(count)]
     assert b"".join(gaps) == b"\xa5" * (nbytes * count)
-    assert not leases.read("k", pieces[:-1])
+    assert not read_one(leases, pieces[:-1])
 
 
 @pytest.mark.parametrize("what", ["key", "model", "fingerprint", "generation", "rank"])
@@ -148,7 +154,7 @@ def test_a_lease_ends_with_its_time_and_with_its_end(directory: Path) -> None:
     assert leases
     leases.end(["k", "unknown"])
     assert not leases
-    assert not leases.read("k", data)
+    assert not read_one(leases, data)
     leases.take(["k"], places(directory), time.monotonic() - 1.0)
     leases.take(["other"], replace(places(directory), where=[None]), LATER)
     assert not leases, "what nobody has read does not pile up"
@@ -163,27 +169,54 @@ def test_another_directory_at_the_same_path_and_a_key_that_no_file_has_give_no_l
     assert not leases
 
 
-@pytest.mark.parametrize("sizes", [[], [5], [PART_BYTES] * 7, [1, 8 * PART_BYTES, 3]])
-def test_each_object_is_read_once_and_the_end_comes_once(sizes: list[int]) -> None:
-    reads: list[int] = []
+@pytest.mark.parametrize("nbytes", [5, 7 * PART_BYTES, 8 * PART_BYTES + 1])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_each_block_is_read_once_and_the_end_comes_once(count: int, nbytes: int, directory: Path) -> None:
+    """The third is of nobody's lease."""
+    stored(directory)
+    leases = ReadLeases()
+    leases.take(["k"], places(directory), LATER)
+    memory = [memoryview(bytearray(len(PAYLOAD))) for _ in range(count)]
+    orders = leases.orders(["k" if i != 2 else "other" for i in range(count)], [[one] for one in memory])
     ends: list[list[bool]] = []
-
-    def one(i: int) -> bool:
-        reads.append(i)
-        return i != 2
-
     with ThreadPoolExecutor(4) as pool:
-        read_in_parts(pool, 4, sizes, one, ends.append)
-    assert sorted(reads) == list(range(len(sizes)))
-    assert ends == [[i != 2 for i in range(len(sizes))]]
+        read_leases.read_in_parts(pool, 4, orders, nbytes, ends.append)
+    assert ends == [[i != 2 for i in range(count)]]
+    assert [bytes(one) == PAYLOAD for one in memory] == ends[0]
 
 
-def test_an_object_that_cannot_be_read_is_said_and_the_end_still_comes() -> None:
-    ends: list[list[bool]] = []
-
-    def one(i: int) -> bool:
-        raise ValueError(i)
-
+def test_memory_that_cannot_be_written_is_said_and_the_end_still_comes(directory: Path) -> None:
+    stored(directory)
+    leases, ends = ReadLeases(), list[list[bool]]()
+    leases.take(["k"], places(directory), LATER)
+    orders = leases.orders(["k"] * 4, [[memoryview(bytes(len(PAYLOAD)))]] * 4)
     with ThreadPoolExecutor(4) as pool:
-        read_in_parts(pool, 4, [PART_BYTES] * 4, one, ends.append)
+        read_leases.read_in_parts(pool, 4, orders, 4 * PART_BYTES, ends.append)
     assert ends == [[False] * 4]
+
+
+def test_one_bad_block_of_a_run_costs_itself_alone(directory: Path) -> None:
+    leases = ReadLeases()
+    memory = [memoryview(bytearray(len(PAYLOAD))) for _ in range(3)]
+    leases.take(["k"], places(directory), LATER)
+    good = stored(directory)
+    (order,) = leases.orders(["k"], [[memory[0]]])
+    bad = good.with_name("bad")
+    bad.write_bytes(good.read_bytes())
+    _changed(0)(bad)
+    assert order is not None
+    runs = [order, (str(bad), [memory[1]], order[2]), (order[0], [memory[2]], order[2])]
+    assert read_leases.read(runs) == [True, False, True]
+    assert bytes(memory[0]) == bytes(memory[2]) == PAYLOAD
+
+
+@pytest.mark.parametrize(
+    "order", [("path", [bytearray(256)], b"short"), ("path", [b"read only"], bytes(128)), ("path",)]
+)
+def test_an_order_that_is_none_is_refused_and_nothing_of_the_run_is_read(order: Any, directory: Path) -> None:
+    stored(directory)
+    leases, data = ReadLeases(), bytearray(len(PAYLOAD))
+    leases.take(["k"], places(directory), LATER)
+    with pytest.raises((TypeError, ValueError, BufferError)):
+        read_leases.read([*leases.orders(["k"], [[memoryview(data)]]), order])
+    assert data == bytes(len(PAYLOAD))

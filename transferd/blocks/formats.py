@@ -162,6 +162,7 @@ BY_LAYERS = 1  # how a payload is divided into sealed parts
 _MAGIC = b"tfdblock"
 _BODY = struct.Struct("<8sHHIQQ20sI16s16s16sQQ")
 _SEAL = struct.Struct("<Q")
+_NO_SEAL = bytes(_SEAL.size)
 assert _BODY.size + _SEAL.size == FOOTER_BYTES
 assert DIGEST_BYTES == 20  # the width of the key field
 _DIGEST = re.compile(r"[0-9a-f]{40}")
@@ -209,6 +210,11 @@ def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
     _check_room(slot, payload_bytes)
     body = _body(payload_bytes, stamp, xxhash.xxh3_64_intdigest(slot[:payload_bytes]))
     slot[payload_bytes : payload_bytes + FOOTER_BYTES] = body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unsealed_footer(payload_bytes: int, stamp: Stamp) -> bytes:
+    """A footer without checksums."""
+    return _body(payload_bytes, stamp) + _NO_SEAL
 
 
 def _body(payload_bytes: int, stamp: Stamp, checksum: int = 0) -> bytes:
@@ -375,8 +381,7 @@ class SealedBlocks(ObjectNamer):
 
     def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
         """The footers of these blocks one behind the other, without checksums. Raises the same."""
-        empty = bytes(_SEAL.size)
-        return b"".join([_body(self._payload, stamp) + empty for stamp in self._stamps(ids, generation, rank)])
+        return b"".join([unsealed_footer(self._payload, one) for one in self._stamps(ids, generation, rank)])
 
     def _stamps(self, ids: Iterable[str], generation: str, rank: int) -> list[Stamp]:
         return stamps(ids, model=self.model, fingerprint=self.fingerprint, generation=generation, rank=rank)

@@ -103,7 +103,7 @@ class Listing:
 
     def _admitted(self, limit: int, engine: str = "") -> list[tuple[HostedEngine, TaskState]]:
         """At most `limit` admitted tasks with their engines, the oldest first."""
-        engines = [one for one in self._engines.all if engine in ("", one.name)]
+        engines = [one for one in self._engines.all if one.dispatcher.records and engine in ("", one.name)]
         each = (zip(itertools.repeat(one), one.dispatcher.records.values()) for one in engines)
         return list(itertools.islice(heapq.merge(*each, key=_since), limit))
 

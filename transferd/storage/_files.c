@@ -18,9 +18,10 @@
 #include <unistd.h>
 
 #include "../tiers/_guard.h"
+#include "../workers/_footer.h"
 #include "../workers/_lent.h"
-#include "../workers/_xxh3.h"
 #include "_mapping.h"
+#include "_warm.h"
 
 #define UNIT 4096           /* bytes; of direct I/O, as in file_io.py */
 #define FETCHED_BYTES 524288 /* fewer bytes are read from the disk as fast without `fetch` */
@@ -448,102 +449,6 @@ failed:
     return NULL;
 }
 
-#define NOWAIT 8      /* RWF_NOWAIT: what the page cache has, and no wait for the disk */
-#define PIECE 262144  /* bytes that are still in a core's own cache when they are checked */
-#define MOST_FOOTER 256
-
-#define AT_ONCE_PIECES 64
-
-/* Reads what the page cache has of the file, from `at` on. Waits for no disk. */
-static ssize_t read_warm(int fd, const struct iovec *to, int count, size_t at)
-{
-    return syscall(SYS_preadv2, fd, to, (unsigned long)count, (unsigned long)at, 0UL, NOWAIT);
-}
-
-/* Reads an object that the page cache has to the payload's pieces, with its checksum, and to `footer`. Whether it has. */
-static int warm_object(const char *path, int flags, const Py_buffer *pieces, size_t nbytes, unsigned char *footer, size_t end,
-                       uint64_t *checksum)
-{
-    struct iovec some[AT_ONCE_PIECES + 1];
-    size_t at = 0, from = 0; /* in the file; in the piece */
-    State state;
-    int fd = open(path, flags);
-
-    if (fd < 0)
-        return 0;
-    begin(&state);
-    state.count = 1;
-    state.ends[0] = nbytes / STRIPE;
-    while (at < nbytes) {
-        size_t room = PIECE;
-        int count = 0, last;
-        for (; at + PIECE - room < nbytes && room && count < AT_ONCE_PIECES; count++) {
-            size_t left = (size_t)pieces->len - from;
-            some[count].iov_base = (char *)pieces->buf + from;
-            some[count].iov_len = left < room ? left : room;
-            room -= some[count].iov_len;
-            from += some[count].iov_len;
-            if (from == (size_t)pieces->len)
-                pieces++, from = 0;
-        }
-        last = at + PIECE - room == nbytes;
-        some[count].iov_base = footer;
-        some[count].iov_len = end + 1; /* a longer file is another object */
-        if (read_warm(fd, some, count + last, at) != (ssize_t)(PIECE - room + (last ? end : 0)))
-            break;
-        for (int i = 0; i < count; i++)
-            copy_checked(&state, some[i].iov_base, some[i].iov_base, some[i].iov_len, A_BIT_AHEAD, 1);
-        at += PIECE - room;
-    }
-    close(fd);
-    *checksum = state.sealed[0];
-    return at == nbytes;
-}
-
-static PyObject *load_warm(PyObject *module, PyObject *args)
-{
-    PyObject *path = NULL, *given, *result = NULL;
-    unsigned char footer[MOST_FOOTER + 1];
-    Py_buffer *pieces = NULL;
-    Py_ssize_t count, taken = 0, odd = 0;
-    size_t nbytes = 0;
-    uint64_t checksum;
-    int flags, end, found;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O&Oii", PyUnicode_FSConverter, &path, &given, &flags, &end))
-        return NULL;
-    count = PySequence_Size(given);
-    if (count < 0)
-        goto released;
-    if (!(pieces = PyMem_Malloc((size_t)(count + 1) * sizeof *pieces))) {
-        PyErr_NoMemory();
-        goto released;
-    }
-    for (; taken < count; taken++) {
-        PyObject *one = PySequence_GetItem(given, taken);
-        int failed = !one || PyObject_GetBuffer(one, &pieces[taken], PyBUF_WRITABLE) < 0;
-        Py_XDECREF(one); /* the buffer holds it */
-        if (failed)
-            goto released;
-        nbytes += (size_t)pieces[taken].len;
-        odd |= pieces[taken].len % STRIPE | !pieces[taken].len;
-    }
-    const char *name = PyBytes_AsString(path);
-    Py_BEGIN_ALLOW_THREADS
-    found = end >= 0 && end <= MOST_FOOTER && nbytes > 240 && !odd /* shorter ones have another checksum */
-            && warm_object(name, flags, pieces, nbytes, footer, (size_t)end, &checksum);
-    Py_END_ALLOW_THREADS
-    result = found ? Py_BuildValue("Ny#", PyLong_FromUnsignedLongLong(checksum), (char *)footer, (Py_ssize_t)end)
-                   : (Py_INCREF(Py_None), Py_None);
-released:
-    while (taken)
-        PyBuffer_Release(&pieces[--taken]);
-    PyMem_Free(pieces);
-    Py_DECREF(path);
-    return result;
-}
-
 static PyObject *forget_files(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -578,8 +483,8 @@ static PyMethodDef methods[] = {
      "whether each was taken, and EIO if the disk cannot read the next one. orders: (path, memory, position, number). begin, end, "
      "tail: what is wanted of each object: from begin to end, and the last `tail` bytes"},
     {"load_warm", load_warm, METH_VARARGS,
-     "load_warm(path, pieces, flags, end): fill `pieces` from a file that the page cache has, and that has `end` bytes more: "
-     "the pieces' checksum and these bytes; None if there is no such file, or not all of it is in the page cache"},
+     "load_warm(orders, flags): whether the page cache has each object, and it is the right one; then its pieces are filled. "
+     "orders: (path, pieces, footer without checksums)"},
     {"forget_files", forget_files, METH_NOARGS,
      "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on `load` may map files"},

@@ -125,13 +125,15 @@ class DirectIO(CachedIO):
         return tail
 
 
-def load_warm(path: str, pieces: Sequence[memoryview], flags: int, end: int) -> tuple[int, bytes] | None:
-    """Fill `pieces` from a file that has `end` more bytes: their xxh3-64, and these bytes. Never waits for the disk.
+def load_warm(orders: list[tuple[str, Sequence[memoryview], bytes]], flags: int) -> list[bool]:
+    """Fill the pieces of objects from their files, and check them; for each whether that is done. Waits for no disk.
 
-    None if there is no file of this length, not all of it is in the page cache, or its file system cannot tell; for
-    pieces that are no multiples of 64 bytes; and without the C extension.
+    orders: of each object its path, pieces, and footer without checksums.
+
+    False, with any bytes in the pieces, if there is no such object, not all of it is in the page cache, or its file
+    system cannot tell; for pieces that are no multiples of 64 bytes; and without the C extension.
     """
-    return _files.load_warm(path, pieces, flags, end) if NATIVE else None
+    return _files.load_warm(orders, flags) if NATIVE else [False] * len(orders)
 
 
 def direct_io_problem(directory: str) -> str:

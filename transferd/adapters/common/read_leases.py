@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
-from transferd.blocks.formats import FOOTER_BYTES, Inspection, ObjectNamer, Stamp, stamps
+from transferd.blocks.formats import ObjectNamer, Stamp, stamps, unsealed_footer
 from transferd.storage.file_io import load_warm
 from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
@@ -25,6 +25,9 @@ from transferd.wire.answers import BlockPlaces, StoreDirectory
 LEASE_S = 10.0  # from a look-up to its load: engines do not say what they will not load
 READERS = 4  # threads
 PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
+
+
+WarmOrder = tuple[str, Sequence[memoryview], bytes]  # of `load_warm`
 
 
 class ReadLease(NamedTuple):
@@ -66,16 +69,15 @@ class ReadLeases:
             for key in keys:
                 self._held.pop(key, None)
 
-    def read(self, key: str, pieces: Sequence[memoryview]) -> bool:
-        """Fill `pieces` with the block. False, with any bytes in them, if it is not cached, or not intact."""
-        lease = self._held.get(key)
-        if lease is None or time.monotonic() > lease.until:
-            return False
-        found = load_warm(lease.path, pieces, READ_FLAGS, FOOTER_BYTES)
-        if found is None:
-            return False
-        inspection = Inspection(lease.stamp, sum(map(len, pieces)) + FOOTER_BYTES)
-        return inspection.footer(found[1]) is None and inspection.damage(found[0]) is None
+    def orders(self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]]) -> list[WarmOrder | None]:
+        """For each block how it is read to these pieces; None if it is not leased."""
+        now, found = time.monotonic(), list(map(self._held.get, keys))
+        return [
+            None
+            if lease is None or now > lease.until
+            else (lease.path, some, unsealed_footer(sum([piece.nbytes for piece in some]), lease.stamp))
+            for lease, some in zip(found, pieces, strict=True)
+        ]
 
 
 class LeasedBlocks:
@@ -111,14 +113,13 @@ class LeasedBlocks:
         if not leases:
             ended([False] * len(keys))
             return
-        sizes = [sum(map(len, one)) for one in pieces]
-        read_in_parts(self._pool, READERS, sizes, lambda i: leases.read(keys[i], pieces[i]), ended)
+        nbytes = sum(piece.nbytes for one in pieces for piece in one)
+        read_in_parts(self._pool, READERS, leases.orders(keys, pieces), nbytes, ended)
 
     def read(self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Like `begin_reading`, and wait."""
-        leases = self._leases
-        if sum(len(piece) for one in pieces for piece in one) < 2 * PART_BYTES:  # another thread would only take time
-            return [leases.read(key, one) for key, one in zip(keys, pieces, strict=True)]
+        if sum(piece.nbytes for one in pieces for piece in one) < 2 * PART_BYTES:  # another thread would only take time
+            return read(self._leases.orders(keys, pieces))
         done: concurrent.futures.Future[list[bool]] = concurrent.futures.Future()
         self.begin_reading(keys, pieces, done.set_result)
         return done.result()
@@ -128,32 +129,35 @@ class LeasedBlocks:
         self._pool.shutdown()
 
 
+def read(orders: Sequence[WarmOrder | None]) -> list[bool]:
+    """Read blocks. False, with any bytes in the pieces, for one that is not leased, cached and intact."""
+    found = iter(load_warm([one for one in orders if one is not None], READ_FLAGS))
+    return [one is not None and next(found) for one in orders]
+
+
 def read_in_parts(
     pool: concurrent.futures.Executor,
     threads: int,
-    sizes: Sequence[int],
-    read: Callable[[int], bool],
+    orders: Sequence[WarmOrder | None],
+    nbytes: int,
     ended: Callable[[list[bool]], None],
 ) -> None:
-    """Read objects in the pool, in several of its threads where that gains time.
+    """Read blocks in the pool, in several of its threads where that gains time; those hardly need the interpreter.
 
-    sizes: the bytes of each object. read: reads the object at this position. ended: called once, in one of the threads,
-    with what each `read` has returned, or False.
+    nbytes: of all blocks. ended: called once, in one of the threads, with what `read` returns of all.
     """
-    done, count = [False] * len(sizes), max(1, min(threads, len(sizes), sum(sizes) // PART_BYTES))
-    parts = [range(i, len(sizes), count) for i in range(count)]
+    done, count = [False] * len(orders), max(1, min(threads, len(orders), nbytes // PART_BYTES))
     over = itertools.count(1)  # atomic
 
-    def run(part: range) -> None:
+    def run(first: int) -> None:
         try:
-            for i in part:
-                done[i] = read(i)
+            done[first::count] = read(orders[first::count])
         finally:
-            if next(over) == len(parts):
+            if next(over) == count:
                 ended(done)
 
-    for part in parts:
-        pool.submit(run, part)
+    for first in range(count):
+        pool.submit(run, first)
 
 
 def _is_there(place: StoreDirectory) -> bool:

@@ -27,7 +27,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
-from transferd.adapters.common.read_leases import read_in_parts
+from transferd.adapters.common.read_leases import WarmOrder, read_in_parts
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.books import Books
@@ -131,8 +131,8 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 self._begin(LOAD, self._loaded(keys, objects, read), Bitmap(len(keys)), number)
 
         if any(one.leases for one in list(self._attached.values())):
-            sizes = [int(one.get_size()) for one in objects]
-            read_in_parts(self._pool, self._chosen.threads, sizes, lambda i: self._read(keys[i], objects[i]), ended)
+            nbytes = sum(one.get_size() for one in objects)
+            read_in_parts(self._pool, self._chosen.threads, self._orders(keys, objects), nbytes, ended)
         else:
             ended([False] * len(keys))
         return number
@@ -231,11 +231,20 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             self._results[what][number] = result
         self._events[what].notify()
 
-    def _read(self, key: Any, one: Any) -> bool:
-        """Read an object without the daemon, if it is leased and cached. From any thread."""
-        kind = kind_of_object(key, one)
-        attached = None if kind is None or key in self._deleting else self._attached.get(kind)
-        return attached is not None and attached.leases.read(key_of(key), [memoryview(one.byte_array).cast("B")])
+    def _orders(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[WarmOrder | None]:
+        """How the objects that are leased are read without the daemon. From any thread."""
+        orders: list[WarmOrder | None] = []
+        kinds = [
+            None if key in self._deleting else kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)
+        ]
+        for kind, some in itertools.groupby(range(len(keys)), kinds.__getitem__):
+            alike = list(some)
+            if kind not in self._attached:
+                orders += [None] * len(alike)
+                continue
+            memory = [[memoryview(objects[i].byte_array)] for i in alike]
+            orders += self._attached[kind].leases.orders([key_of(keys[i]) for i in alike], memory)
+        return orders
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         running = self._loop.create_task(work)
