@@ -76,6 +76,12 @@ class FilesKeeper(Keeper):
         kept_by = await self._record()
         removed = await every([self._removed(place, one) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
+        returned = [place for place in self._live if place not in live]  # a store that failed elsewhere may end there
+        if returned and selection.unused_s is None:
+            again = Selection(
+                frozenset(name for one in dropped for name in one.coming if selection.fits(name)), selection.owner
+            )
+            await every([self._removed(place, await place.index_keeper.drop(again)) for place in returned])
         gone = [place for place, total in zip(live, removed, strict=True) if total is not None]
         await every([place.record([order.id]) for place in gone if order.id not in place.ledger.listed.applied])
         reached = [place for place in self._live if order.id in place.ledger.listed.applied]
