@@ -108,7 +108,7 @@ bench: $(STAMP) ## control, sockets and copy benchmarks, as text
 	$(BIN)/python -m benchmarks.sockets
 	$(BIN)/transferd bench copy
 
-growth-gate: $(STAMP) ## fail if a call costs more beside 1,000,000 objects, 1,000 engines or 100,000 queued tasks (10 minutes); ARGS=--save
+growth-gate: $(STAMP) ## fail if a call costs more beside 1,000,000 objects, 1,000 engines or 100,000 queued tasks (3 minutes); ARGS=--save
 	$(BIN)/python -m benchmarks.growth --calls $(ARGS)
 
 bench-gate: $(STAMP) ## fail if a ratio got worse than benchmarks/results by more than its spread; needs a quiet machine
