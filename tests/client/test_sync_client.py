@@ -385,6 +385,7 @@ def test_what_a_client_does_the_blocking_client_does_with_a_docstring_and_the_sa
 def test_the_types_of_the_blocking_forms_are_those_of_the_calls() -> None:
     script = Path(__file__).parents[2] / "scripts" / "blocking_types.py"
     assert subprocess.run([sys.executable, script, "--check"], check=False, timeout=60).returncode == 0
+    assert SyncClient.store.names == Client.store.names
 
 
 def test_help_of_a_forwarded_method_says_what_its_parameters_mean() -> None:
