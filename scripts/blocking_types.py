@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CLIENT = ROOT / "transferd" / "client"
 STUB = CLIENT / "blocking.pyi"
-CLASSES = {
-    "store": "StoreCalls",
-    "cache": "CacheCalls",
-    "engines": "ControlCalls",
-    "reports": "ReportCalls",
-    "client": "Client",
+CLASSES = {  # the file and the name of each class of calls; its blocking form
+    ("store", "StoreCalls"): "BlockingStore",
+    ("cache", "CacheCalls"): "BlockingCache",
+    ("engines", "ControlCalls"): "BlockingControl",
+    ("reports", "ReportCalls"): "BlockingReports",
+    ("client", "Client"): "BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingReports)",
 }
 OWN = frozenset({"connect", "close", "push", "connected", "on_new_boot"})  # SyncClient's own forms
 HEAD = "# The types of blocking.py. Made by scripts/blocking_types.py: do not edit."
@@ -31,15 +31,16 @@ def stub() -> str:
     from transferd.client.calls import ASYNCIO_ONLY
 
     imports: dict[str, str] = {}
-    forms = ["class BlockingClient:"]
-    for module, kind in CLASSES.items():
+    classes = []
+    for (module, kind), form in CLASSES.items():
         tree = ast.parse((CLIENT / f"{module}.py").read_text())
         imports |= _imports(tree) | {one: f"from transferd.client.{module} import {one}" for one in _classes(tree)}
         (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind)
-        forms += [text for node in found.body if (text := _form(node, ASYNCIO_ONLY | OWN))]
-    used = {node.id for node in ast.walk(ast.parse("\n".join(forms))) if isinstance(node, ast.Name)}
+        forms = [text for node in found.body if (text := _form(node, ASYNCIO_ONLY | OWN))]
+        classes.append("\n".join([f"class {form}:", *forms]))
+    used = {node.id for text in classes for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
     lines = sorted({line for name, line in imports.items() if name in used and not name.endswith("Calls")})
-    text = "\n".join([HEAD, *lines, "", *forms])
+    text = "\n".join([HEAD, *lines, "", *classes])
     for tool in (["check", "--select", "I", "--fix", "-q"], ["format"]):  # as the house has its files
         command = [sys.executable, "-m", "ruff", *tool, "--stdin-filename", str(STUB), "-"]
         text = subprocess.run(command, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout

@@ -256,7 +256,7 @@ async def test_control_reaches_every_node_and_answers_are_put_together() -> None
         "locate": {"host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}},
     }
     assert await group.purge(["a"]) == Purged(7, 70, ["/a", "/b"], ["/c"])
-    assert await group.drain_level("file") == LevelChange("file", "out", 1, 2)
+    assert await group.store.drain_level("file") == LevelChange("file", "out", 1, 2)
     where = {"host-1": {"file": 3, "any": 3}, "host-2": {"file": 2, "any": 2}, "host": {"file": 2, "any": 2}}
     assert await group.locate(keys=["a"]) == where
     pinned = await group.pin(["a", "b"], 1.0)
@@ -282,7 +282,7 @@ async def test_a_prefetch_counts_what_every_rank_of_the_group_has() -> None:
             "ranks": shares,
             "generation": "g",
         }
-    result = await group.prefetch(["a", "b"], to="memory", task_id="p")
+    result = await group.store.prefetch(["a", "b"], to="memory", task_id="p")
     assert (result.task_id, result.status, result.block_ids) == ("p", Status.PARTIAL, [1])
     assert [rank.rank for rank in result.ranks] == [0, 1, 2, 3]
     with pytest.raises(RequestError, match='for to="host"'):

@@ -402,7 +402,9 @@ def only_checked(client: SyncClient) -> None:
     assert_type(client.submit(task("t"), settled=True), TaskResult)
     assert_type(client.boot_id, str)
     client.match(1)  # type: ignore[arg-type]
-    assert_type(client.token, str)
+    assert_type(client.store.match(["key"]), int)
+    assert_type(client.control.token, str)
+    client.cache.match(["key"])  # type: ignore[attr-defined]
 
 
 def test_threads_that_never_wait_take_turns_with_the_others(endpoint: str) -> None:

@@ -7,8 +7,12 @@ import functools
 import inspect
 from typing import Any
 
+from transferd.client.cache import CacheCalls
 from transferd.client.calls import ASYNCIO_ONLY
 from transferd.client.client import Client
+from transferd.client.engines import ControlCalls
+from transferd.client.reports import ReportCalls
+from transferd.client.store import StoreCalls
 
 
 def blocking(member: Any, name: str) -> Any:
@@ -26,10 +30,14 @@ def blocking(member: Any, name: str) -> Any:
     return call
 
 
-def _forms() -> type:
-    members = {name: inspect.getattr_static(Client, name) for name in dir(Client) if not name.startswith("_")}
-    forms = {name: form for name, member in members.items() if (form := blocking(member, name)) is not None}
-    return type("BlockingClient", (), forms)
+def _forms(calls: type, *bases: type) -> type:
+    own = {name: member for name, member in vars(calls).items() if not name.startswith("_")}
+    forms = {name: form for name, member in own.items() if (form := blocking(member, name)) is not None}
+    return type(f"Blocking{calls.__name__}", bases, {"__doc__": calls.__doc__, **forms})
 
 
-BlockingClient = _forms()
+BlockingStore = _forms(StoreCalls)
+BlockingCache = _forms(CacheCalls)
+BlockingControl = _forms(ControlCalls)
+BlockingReports = _forms(ReportCalls)
+BlockingClient = _forms(Client, BlockingStore, BlockingCache, BlockingControl, BlockingReports)

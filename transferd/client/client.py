@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
 from transferd.client.cache import CacheCalls
-from transferd.client.calls import CONTROL_TIMEOUT_S
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup
 from transferd.client.engines import UNREGISTERED, ControlCalls, Registration
 from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
 from transferd.client.pending import PendingTask, TaskFuture, after_waiting, keys_list, seconds_of, seconds_to_wait
@@ -74,6 +74,8 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     Control requests raise the daemon's error, DaemonLost when it is gone, or TransferError `no_answer` when it is late.
     """
 
+    store, cache = CallGroup(StoreCalls), CallGroup(CacheCalls)
+    control, reports = CallGroup(ControlCalls), CallGroup(ReportCalls)
     _dropped = True  # stays True if __init__ raises
 
     def __init__(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from transferd.client.calls import CONTROL_TIMEOUT_S
+from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup, Calls
 from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
@@ -81,7 +81,83 @@ TOGETHER: dict[type[wire.ControlRequest], Callable[[list[Any]], Any]] = {
 ALIKE = ("model", "fingerprint")
 
 
-class GroupClient(StoreCalls):
+class _Nodes(Calls):
+    """The clients of a group's nodes, in the order of their ranks."""
+
+    clients: list[Client]
+
+    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
+        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
+        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
+        good: list[T] = []
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, BaseException):
+                raise _named(client, answer)
+            good.append(answer)
+        return good
+
+
+class GroupCacheCalls(_Nodes):
+    """The memory of the group's ranks: to clear it and to restore it. `clients` map and offer it."""
+
+    async def clear_cache(self, *, keep_host: bool = False) -> None:
+        """Free the memory of the cache on every node. See Client.clear_cache."""
+        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
+
+    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
+        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
+        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
+
+
+class GroupControlCalls(_Nodes):
+    """The group's pauses, and the generation of its weights."""
+
+    @property
+    def token(self) -> str:
+        """The engine's token, the same on every node; "" for none."""
+        return self.clients[0].token
+
+    async def pause(self) -> None:
+        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
+        try:
+            await self._on_all(lambda client: client.pause())
+        except TransferError:
+            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
+            raise
+
+    async def resume(self) -> None:
+        """End this group's pause on every node."""
+        await self._on_all(lambda client: client.resume())
+
+    async def set_generation(self, generation: str) -> None:
+        """Use this weight version on every node from now on.
+
+        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
+        their ranks would move blocks of different weights.
+        """
+        await self._on_all(lambda client: client.set_generation(generation))
+
+    async def drain(self) -> None:
+        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
+        await self._on_all(lambda client: client.drain())
+
+
+class GroupReportCalls(_Nodes):
+    """What the nodes report."""
+
+    _ranks: list[range]
+
+    async def stats(self) -> dict[str, Any]:
+        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
+        reports = await self._on_all(lambda client: client.stats())
+        return {
+            "ready": all(client.connected for client in self.clients),
+            "ranks": [len(ranks) for ranks in self._ranks],
+            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
+        }
+
+
+class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCalls):
     """One client of all nodes of a group, in the order of their ranks.
 
     endpoints: one per node.
@@ -93,6 +169,9 @@ class GroupClient(StoreCalls):
     attach, offer, lease, …), and reports of one task, block or daemon are about one node (explain, why, tasks, ping,
     boot_id, …). Errors of control requests name the node. Like a Client, a GroupClient belongs to one event loop.
     """
+
+    store, cache = CallGroup(StoreCalls), CallGroup(GroupCacheCalls)
+    control, reports = CallGroup(GroupControlCalls), CallGroup(GroupReportCalls)
 
     def __init__(
         self,
@@ -319,62 +398,6 @@ class GroupClient(StoreCalls):
         return [NodeResult(endpoint, ranks, result) for endpoint, ranks, result in each]
 
     # --- control ------------------------------------------------------------------------------------
-
-    async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
-        """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
-        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
-        good: list[T] = []
-        for client, answer in zip(self.clients, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise _named(client, answer)
-            good.append(answer)
-        return good
-
-    async def clear_cache(self, *, keep_host: bool = False) -> None:
-        """Free the memory of the cache on every node. See Client.clear_cache."""
-        await self._on_all(lambda client: client.clear_cache(keep_host=keep_host))
-
-    async def restore_cache(self, generation: str | None = None, *, same_weights: bool = False) -> None:
-        """Create the memory of a cleared cache anew on every node. See Client.restore_cache."""
-        await self._on_all(lambda client: client.restore_cache(generation, same_weights=same_weights))
-
-    @property
-    def token(self) -> str:
-        """The engine's token, the same on every node; "" for none."""
-        return self.clients[0].token
-
-    async def pause(self) -> None:
-        """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
-        try:
-            await self._on_all(lambda client: client.pause())
-        except TransferError:
-            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
-            raise
-
-    async def resume(self) -> None:
-        """End this group's pause on every node."""
-        await self._on_all(lambda client: client.resume())
-
-    async def set_generation(self, generation: str) -> None:
-        """Use this weight version on every node from now on.
-
-        Raises if a node could not be reached: retry. Until all agree, tasks fail (`generation_mismatch`), because
-        their ranks would move blocks of different weights.
-        """
-        await self._on_all(lambda client: client.set_generation(generation))
-
-    async def drain(self) -> None:
-        """Stop admitting tasks on every node; return once every admitted one is answered. Ends like a pause."""
-        await self._on_all(lambda client: client.drain())
-
-    async def stats(self) -> dict[str, Any]:
-        """Return {"ready", "ranks": [how many each node has], "nodes": {endpoint: that daemon's report}}."""
-        reports = await self._on_all(lambda client: client.stats())
-        return {
-            "ready": all(client.connected for client in self.clients),
-            "ranks": [len(ranks) for ranks in self._ranks],
-            "nodes": {client.endpoint: report for client, report in zip(self.clients, reports, strict=True)},
-        }
 
     async def _ask(self, body: wire.ControlRequest, timeout: float = CONTROL_TIMEOUT_S) -> Any:
         began = self._clock.monotonic()

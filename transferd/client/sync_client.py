@@ -14,7 +14,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
-from transferd.client.blocking import BlockingClient
+from transferd.client.blocking import (
+    BlockingCache,
+    BlockingClient,
+    BlockingControl,
+    BlockingReports,
+    BlockingStore,
+)
+from transferd.client.calls import CallGroup
 from transferd.client.client import Client
 from transferd.client.store import QUESTION_TIMEOUT_S
 from transferd.errors import NoThreads, RequestError
@@ -39,6 +46,8 @@ class SyncClient(BlockingClient):
     its thread ends.
     """
 
+    store, cache = CallGroup(BlockingStore), CallGroup(BlockingCache)
+    control, reports = CallGroup(BlockingControl), CallGroup(BlockingReports)
     _loop: asyncio.AbstractEventLoop | None = None  # None: closed, or __init__ raised
 
     def __init__(
