@@ -303,7 +303,7 @@ def test_requests_before_the_first_welcome_wait_for_its_session() -> None:
         for request in sent:
             world.daemon.say(request.seq, wire.Value(True))
         assert await asyncio.gather(*asked) == [True] * 3
-        assert not world.conversation._pending
+        assert not world.conversation._pending.items()
 
     run(program)
 

@@ -328,7 +328,7 @@ def task(task_id):
     return SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2])
 
 def interrupt():
-    while not client._client._conversation._pending:  # until the main thread waits for the held task
+    while not client._client._conversation._pending.items():  # until the main thread waits for the held task
         pass
     os.kill(os.getpid(), signal.SIGINT)
 
