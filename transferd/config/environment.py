@@ -24,6 +24,7 @@ from transferd.config.rules import namespace_of, pod_name_of
 from transferd.config.sections import AttentionStoreSection
 from transferd.config.size import Size
 from transferd.errors import ConfigError
+from transferd.runtime.compat import convert
 
 LONGEST_FILE = 64 * 1024  # bytes of MOONCAKE_CONFIG_PATH
 # Setting: its other name in Mooncake's own JSON file, and the variable that Mooncake's own tools read.
@@ -90,7 +91,7 @@ def _parsed(env: Mapping[str, str], variable: str, kind: Any) -> Any:
     """The value of a variable as a setting of this type; None if it is not set."""
     text = env.get(variable, "")
     try:
-        return msgspec.convert(text, kind, strict=False) if text else None
+        return convert(text, kind, strict=False) if text else None
     except msgspec.ValidationError as error:
         raise ConfigError(variable, f"{error}".replace("Expected", "expected", 1), text) from None
 

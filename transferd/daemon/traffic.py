@@ -151,8 +151,8 @@ class KeyTraffic:
                 (name,) = self._names(engine, engine.dispatcher.generation, keys[missing], 1)
                 events = (one for one in self._story(name) if one["what"] == why)  # none for reasons of other kinds
                 left = min(events, key=operator.itemgetter("ago_s"), default={})
-                where = left.get("level"), left.get("engine"), left.get("ago_s")
-                engine.recorder.note(task.task_id, "missed", missing, why, *where)
+                level, whose, ago_s = left.get("level"), left.get("engine"), left.get("ago_s")
+                engine.recorder.note(task.task_id, "missed", missing, why, level, whose, ago_s)
 
     def left(self, engine: str) -> None:
         self._following.run(self._what_if.left(engine))

@@ -140,7 +140,7 @@ _known: set[Any] = set()
 _first = threading.Lock()
 
 
-def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | None = None, strict: bool = True) -> T:
     """msgspec.convert, for any number of threads. Raises msgspec.ValidationError.
 
     msgspec publishes what it learns of a Struct before that is complete, so two first uses at the same moment end the
@@ -150,4 +150,4 @@ def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | 
         with _first:
             msgspec.msgpack.Decoder(kind, dec_hook=dec_hook)
             _known.add(kind)
-    return msgspec.convert(data, kind, dec_hook=dec_hook)
+    return msgspec.convert(data, kind, dec_hook=dec_hook, strict=strict)

@@ -275,9 +275,9 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
     slot = memoryview(bytearray(b"a" * 100))
     assert await store.storage.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
     await store.levels.flush(10)
-    (tmp_path / "objects" / path_of(name(1))).unlink()
-    assert await files.look([name(1)]) == [False]
-    await until(lambda: files.find([name(1)], None) == [True], "it is copied again")
+    (path := tmp_path / "objects" / path_of(name(1))).unlink()
+    await files.look([name(1)])
+    await until(lambda: path.is_file() and files.find([name(1)], None) == [True], "it is copied again")
     await store.levels.flush(10)
     assert (await keeper.purge(Selection(owner=me))).objects == 2
     assert files.find([name(1)], None) == [False]

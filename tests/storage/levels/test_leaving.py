@@ -13,7 +13,7 @@ from tests.support.blobs import promise
 from tests.support.gated_storage import GatedStorage, gated, stack
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
-from transferd.errors import RequestError, StorageFull, StorageUnavailable
+from transferd.errors import ConfigError, RequestError, StorageFull, StorageUnavailable
 from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.file import FileStorage
 from transferd.storage.levels.base import Proof
@@ -196,12 +196,12 @@ async def test_a_drain_counts_only_what_another_level_says_it_has(open_storage: 
 
 async def test_a_pool_below_is_what_a_node_leaves(open_storage: Open, tmp_path: Path) -> None:
     remote = gated(MemoryStorage(memory_config(100 * NBYTES)), "object", asks=True)
-    pool = pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool().set_up)  # of a library that makes no copies
+    pool = pool_storage(mooncake_config(SIM_MASTER), set_up=SimPool().set_up)  # a master without pages
     pool.leave = recorded = AsyncMock()  # type: ignore[method-assign]
     store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), pool))
     made = store.storage.pool
     assert made is pool
-    with pytest.raises(RequestError, match="this version of Mooncake cannot copy objects"):
+    with pytest.raises(ConfigError, match="master_pages"):
         await made.make_copies(leaves=True)
     await made.leave(10)
     recorded.assert_awaited_once_with(10)
