@@ -103,6 +103,7 @@ class LruIndex:
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
         self._reserved: dict[str, Reserved] = {}
+        self._coming: dict[Use, dict[str, Reserved]] = {}  # the same by use: nothing here may walk all of them
         self._queues: dict[Hashable, Queue] = {}  # by owner, or by space for objects without an owner
         self.chains = Chains(now, self._used_by, self._move)
         self._restored = Use()
@@ -265,7 +266,7 @@ class LruIndex:
         size = self.size(nbytes)
         assert size <= self.capacity, (nbytes, self.capacity)
         if use.parent is None and use.start and self.place not in use.placed and use not in self.chains.of:
-            self.chains.guess(use, name, self._queues.get(use.owner), self._writing())
+            self.chains.guess(use, name, self._queues.get(use.owner), self._coming)
         leading = self.chains.leading(use, name)
         if self.place not in use.placed:
             self.chains.writes(use, name)
@@ -283,7 +284,8 @@ class LruIndex:
             return NoRoom.LATER
         queue = self._queue(use.owner, space_of(name))
         number = self.chains.number_of(leading)
-        self._reserved[name] = Reserved(nbytes, use, queue, number, depth)
+        self._reserved[name] = one = Reserved(nbytes, use, queue, number, depth)
+        self._coming.setdefault(use, {})[name] = one
         use.placed |= {self.place}  # its objects may all be held, so in no group
         self.used += size
         queue.used += size
@@ -296,7 +298,7 @@ class LruIndex:
 
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
-        one = self._reserved.pop(name)
+        one = self._came(name)
         use, depth = one.use, one.depth
         entry, leading = Entry(name, one.nbytes), self.chains.leading(use, name)
         group = self.chains.group(leading, one.queue, at=one.queue.used_at)
@@ -313,11 +315,12 @@ class LruIndex:
 
     def release(self, name: str) -> None:
         """Drop a reserved object: it will not be stored."""
-        gone = self._reserved.pop(name)
+        gone = self._came(name)
         self.used -= self.size(gone.nbytes)
         gone.queue.used -= self.size(gone.nbytes)
-        for use in {gone.use, self.chains.heir(gone.use)} - self._writing():
-            self.chains.writes_no_more(use)
+        for use in (gone.use, self.chains.heir(gone.use)):
+            if use not in self._coming:
+                self.chains.writes_no_more(use)
         self._drop_if_empty(gone.queue)
 
     def begin_anew(self) -> None:
@@ -514,10 +517,16 @@ class LruIndex:
 
     def _deepest_coming(self, use: Use) -> int:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
-        return max((one.depth for one in self._reserved.values() if one.use is use), default=-1)
+        return max((one.depth for one in self._coming.get(use, {}).values()), default=-1)
 
-    def _writing(self) -> set[Use]:
-        return {one.use for one in self._reserved.values()}
+    def _came(self, name: str) -> Reserved:
+        """End a reservation."""
+        one = self._reserved.pop(name)
+        coming = self._coming[one.use]
+        del coming[name]
+        if not coming:
+            del self._coming[one.use]
+        return one
 
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
