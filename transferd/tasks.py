@@ -152,6 +152,14 @@ class Footprint(msgspec.Struct, frozen=True, gc=False):
     reads: tuple[tuple[str, Sequence[Any]], ...] = ()
     writes: tuple[tuple[str, Sequence[Any]], ...] = ()
 
+    def read_in(self, place: str) -> Sequence[Any]:
+        """The blocks there that the task reads."""
+        return next((blocks for where, blocks in self.reads if where == place), ())
+
+    def written_in(self, place: str) -> Sequence[Any]:
+        """The blocks there that the task writes."""
+        return next((blocks for where, blocks in self.writes if where == place), ())
+
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
     """Raise RequestError that names the first id outside 0 … blocks-1 or, for targets, the first duplicate."""

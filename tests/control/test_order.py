@@ -202,14 +202,11 @@ footprints = st.builds(
 def conflict(earlier: Footprint, later: Footprint) -> bool:
     """The rule itself, written a second time and as naively as possible."""
     for tier in ("device", "host"):
-        a_reads, a_writes = set(dict(earlier.reads).get(tier, ())), set(dict(earlier.writes).get(tier, ()))
-        b_reads, b_writes = set(dict(later.reads).get(tier, ())), set(dict(later.writes).get(tier, ()))
+        a_reads, a_writes = set(earlier.read_in(tier)), set(earlier.written_in(tier))
+        b_reads, b_writes = set(later.read_in(tier)), set(later.written_in(tier))
         if a_writes & (b_reads | b_writes) or a_reads & b_writes:
             return True
-    return bool(
-        set(dict(earlier.writes).get("storage", ()))
-        & {*dict(later.reads).get("storage", ()), *dict(later.writes).get("storage", ())}
-    )
+    return bool(set(earlier.written_in("storage")) & {*later.read_in("storage"), *later.written_in("storage")})
 
 
 @given(st.lists(footprints, max_size=12), st.randoms(use_true_random=False), st.data())

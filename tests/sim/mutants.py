@@ -605,15 +605,15 @@ MUTANTS = (
     Mutant(
         "a copy belongs to the engine for which it was made",
         "storage/levels/level.py",
-        "        return use.of(self.storage.index.owner_of(name))",
-        "        return use",
+        "use.of(self.storage.index.owner_of(name))",
+        "use",
         finder="store_world",
     ),
     Mutant(
         "what vanished below a level that was out is not copied there again",
         "storage/levels/sweep.py",
-        "            if back.level.number > level.number if back.level.known else back.level is level:",
-        "            if back.level is level and not level.known:",
+        "            if lost_some or is_asked:",
+        "            if is_asked:",
         finder="store_world",
     ),
     Mutant(

@@ -100,7 +100,7 @@ def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
     """The blocks of a tier ("device" or "host") that tasks at work may change now."""
     working = (record.task for record in dispatcher.records.values() if record.state in AT_WORK)
     footprints = (footprint_of(task, dispatcher.limits) for task in working if task is not None)
-    return {block for footprint in footprints for block in dict(footprint.writes).get(tier, ())}
+    return {block for footprint in footprints for block in footprint.written_in(tier)}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:
@@ -113,7 +113,7 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
             task_id, footprint = record.task_id, record.claim.footprint
             assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)
             for tier in ("device", "host"):
-                for block in dict(footprint.writes).get(tier, ()) if writes else dict(footprint.reads).get(tier, ()):
+                for block in footprint.written_in(tier) if writes else footprint.read_in(tier):
                     use = tier, block
                     other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
                     assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"

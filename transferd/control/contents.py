@@ -50,11 +50,11 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if dict(footprint.reads).get(DEVICE, ()) or dict(footprint.writes).get(DEVICE, ()):
+        if footprint.read_in(DEVICE) or footprint.written_in(DEVICE):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        for block in self._empty_of(dict(footprint.reads).get(HOST, ())):
+        for block in self._empty_of(footprint.read_in(HOST)):
             if not _will_be_filled(block, hazards):
                 return _empty(block)
         return None

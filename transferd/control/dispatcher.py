@@ -259,7 +259,7 @@ class Dispatcher:
             waiters=[(client, seq)],
         )
         # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
-        if not flush and (dict(footprint.reads).get(HOST, ()) or not self._contents.all_mapped):
+        if not flush and (footprint.read_in(HOST) or not self._contents.all_mapped):
             absent = self._contents.refusal(client, footprint, self.hazards)
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
@@ -352,7 +352,7 @@ class Dispatcher:
         """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
         assert record.claim is not None
-        sources = dict(record.claim.footprint.reads).get(HOST, ())
+        sources = record.claim.footprint.read_in(HOST)
         if sources and (hollow := self._contents.hollow(sources)) is not None:
             self._finish_early(record, Status.FAILED, hollow)
             return
@@ -375,7 +375,7 @@ class Dispatcher:
         self._lanes.spent(record, self._now)
         record.straggling.update(missing)
         status = merged.status
-        if record.claim is not None and (targets := dict(record.claim.footprint.writes).get(HOST, ())):
+        if record.claim is not None and (targets := record.claim.footprint.written_in(HOST)):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and status is Status.EXPIRED:

@@ -115,8 +115,8 @@ class HazardTable:
         blockers: dict[Claim, None] = {}
         if claim.grids:
             for windows, writes in (
-                (dict(footprint.reads).get(DEVICE, ()), False),
-                (dict(footprint.writes).get(DEVICE, ()), True),
+                (footprint.read_in(DEVICE), False),
+                (footprint.written_in(DEVICE), True),
             ):
                 if windows:
                     before = self._ranges.enter(claim, claim.grids, windows, writes=writes)
@@ -183,7 +183,7 @@ class HazardTable:
     def check_targets(self, footprint: Footprint) -> None:
         """Raise RequestError if two device blocks to write share a byte: both would be written, in either order."""
         for grid in self.grids:
-            if (both := grid.overlapping(dict(footprint.writes).get(DEVICE, ()))) is not None:
+            if (both := grid.overlapping(footprint.written_in(DEVICE))) is not None:
                 what = f"blocks {both[0]} and {both[1]} share bytes: windows of {grid.nbytes}, {grid.stride} apart"
                 raise RequestError(f"gpu_block_ids: {what}", code="duplicate_id")
 

@@ -49,8 +49,9 @@ class Home:
             if self._device_of(fd) in (self._above or ()):
                 raise OSError(errno.ENODEV, AWAY, os.fspath(self.root))
             self._make(base, fd, self.objects)
+            # A store can do without: a quarantine is made when it is needed, and without spares nothing is kept.
             for other in (self.quarantine, self.spares):
-                with contextlib.suppress(OSError):  # one is made when needed, the other is no must
+                with contextlib.suppress(OSError):
                     self._make(base, fd, other)
 
     def _make(self, base: Path, fd: int, directory: str) -> None:

@@ -35,7 +35,8 @@ class RunningCalls:
 
     def has(self, name: str) -> bool:
         """Whether a call is about this object. Any thread may ask, once no new call about it can begin."""
-        return any(name in names for names in tuple(self._calls.values()))
+        calls = list(self._calls.values())  # in one step, also for a thread: a tuple may collect garbage after it began
+        return any(name in names for names in calls)
 
     async def without(self, names: Collection[str]) -> None:
         """Wait until none of the calls that run now is about one of these objects."""

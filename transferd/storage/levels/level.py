@@ -10,7 +10,7 @@ from typing import Any
 from transferd.blocks.formats import quote_part
 from transferd.config import LevelSection
 from transferd.errors import StorageError
-from transferd.storage.base import FOUND, Found, Outcome, Storage
+from transferd.storage.base import FOUND, Found, Item, Outcome, Storage
 from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
 from transferd.storage.queues import space_of
@@ -272,9 +272,9 @@ class StoreLevel:
         found = self.find(names)
         return [None] * len(names) if found is None else list(found)
 
-    def use_of(self, name: str, use: Use) -> Use:
-        """The use by which another level gets a copy of this level's copy: an object has one owner in all levels."""
-        return use.of(self.storage.index.owner_of(name))
+    def handed_on(self, name: str, nbytes: int, use: Use, depth: int) -> Item:
+        """This level's object as another level gets a copy of it: an object has one owner in all levels."""
+        return Item(name, nbytes, use.of(self.storage.index.owner_of(name)), depth)
 
     def absent(self, name: str) -> bool:
         """Whether a level that is not `known` has just answered that it is not there."""

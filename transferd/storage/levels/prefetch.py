@@ -296,10 +296,12 @@ class StackPrefetcher(Prefetcher):
         born: int,
     ) -> None:
         parts, level = self._parts, one.level
-        uses = [parts.levels[at].use_of(item.name, one.use) for item, at in zip(items, sources, strict=True)]
-        items = [Item(item.name, item.nbytes, use, item.depth) for item, use in zip(items, uses, strict=True)]
+        items = [
+            parts.levels[at].handed_on(item.name, item.nbytes, one.use, item.depth)
+            for item, at in zip(items, sources, strict=True)
+        ]
         answers = await with_slots_back(level.storage.store(items, None, slots))
-        for item, use, source, answer in zip(items, uses, sources, answers, strict=True):
+        for item, source, answer in zip(items, sources, answers, strict=True):
             if parts.fences.forbids(item.name, born, source):
                 if answer.found is Found.STORED:
                     await parts.withdraw(level, item.name)
@@ -310,7 +312,8 @@ class StackPrefetcher(Prefetcher):
                 one.error = one.error or answer.error
             if answer.found is Found.STORED:
                 level.stored(item.name)
-                level.storage.index.release(item.name, use)
+                assert item.use is not None
+                level.storage.index.release(item.name, item.use)
                 level.counts["prefetched"] += 1
                 one.brought[item.name] = item.nbytes
                 parts.promotions.note(item.name, parts.levels[source], level)

@@ -155,11 +155,10 @@ class Promotions:
         fresh: Sequence[int],
         born: int,
     ) -> None:
-        above = [
-            Item(item.name, item.nbytes, source.use_of(item.name, item.use), item.depth)
-            for item in [items[i] for i in fresh]
-            if item.use is not None
-        ]
+        above = []
+        for item in [items[i] for i in fresh]:
+            assert item.use is not None
+            above.append(source.handed_on(item.name, item.nbytes, item.use, item.depth))
         try:
             outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
             for item, outcome in zip(above, outcomes, strict=True):

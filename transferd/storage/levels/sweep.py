@@ -69,11 +69,8 @@ class Sweep:
 
     def ended(self, name: str, level: StoreLevel, why: str) -> None:
         """Note that a copy to this level was given up, for this reason."""
-        back = self._to(level)
-        if (
-            why != "close" and self._parts.source(level, name) is not None
-        ):  # also what another owner's purge has forbidden
-            self._remember(back, name)
+        if why != "close" and self._parts.source(level, name) is not None:  # also if another owner's purge forbade it
+            self._remember(self._to(level), name)
 
     def used(self, items: Iterable[Item]) -> None:
         """After uses: queue what lower levels lack, as far as little waits there."""
@@ -91,7 +88,9 @@ class Sweep:
     def open_anew(self, level: StoreLevel) -> None:
         """Note that a level was put back, perhaps with another medium. While it was out, levels below lost objects."""
         for back in self._lacking:
-            if back.level.number > level.number if back.level.known else back.level is level:
+            lost_some = back.level.known and back.level.number > level.number
+            is_asked = back.level is level and not level.known
+            if lost_some or is_asked:
                 self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
 
     # --- inside -------------------------------------------------------------------------------------
@@ -155,8 +154,7 @@ class Sweep:
         for source in self._parts.levels[: back.level.number]:
             room = int(back.level.section.write_back_bytes)
             async for name, nbytes in in_turns(source.storage.index.hottest_first()):
-                room -= 0 if back.level.known else nbytes
-                if room < 0:
+                if not back.level.known and (room := room - nbytes) < 0:
                     break
                 if back.level.has([name]) != [True]:  # also while it is away: a sweep waits for it
                     names[name] = None

@@ -449,11 +449,10 @@ class WriteBack:
                 rest.append((one, slot))
         if not rest:
             return
-        uses = [one.source.use_of(one.name, one.use) for one, _ in rest]
-        items = [Item(one.name, slot.nbytes, use, one.depth) for (one, slot), use in zip(rest, uses, strict=True)]
+        items = [one.source.handed_on(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
         outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
-        for (one, _), use, outcome in zip(reversed(rest), reversed(uses), reversed(outcomes), strict=True):
-            await self._written(one, use, outcome, born)
+        for (one, _), item, outcome in zip(reversed(rest), reversed(items), reversed(outcomes), strict=True):
+            await self._written(one, item, outcome, born)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -468,9 +467,11 @@ class WriteBack:
             outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, use: Use, outcome: Outcome, born: int) -> None:
+    async def _written(self, one: Unsaved, item: Item, outcome: Outcome, born: int) -> None:
+        """item: as the level got it."""
         if outcome.found is Found.STORED:  # the level above holds it for those below
-            self.level.storage.index.release(one.name, use)
+            assert item.use is not None
+            self.level.storage.index.release(one.name, item.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
             why = self._fences.forbids(one.name, born, one.source.number)
             if why == "quarantined" and outcome.found is Found.STORED:
