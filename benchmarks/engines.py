@@ -54,11 +54,12 @@ numbers = itertools.count()
 
 @contextlib.asynccontextmanager
 async def engine(
-    endpoint: str, name: str, layout: dict[str, Any], *, ranks: int = 1, model: str = "m"
+    endpoint: str, name: str, layout: dict[str, Any], *, ranks: int = 1, model: str = "m", host_blocks: int = 0
 ) -> AsyncIterator[tuple[Client, list[Any]]]:
     """A registered engine whose cache the daemon makes, and for each rank its arrays."""
     async with Client(endpoint, engine=name, await_ready=False) as client:
-        await client.register(Engine(ranks=ranks, model=model, layout=layout | {"ownership": "create"}))
+        layout = layout | {"ownership": "create"}
+        await client.register(Engine(ranks=ranks, model=model, layout=layout, host_blocks=host_blocks))
         await client.wait_ready(60)
         yield client, [await client.attach(rank) for rank in range(ranks)]
 
@@ -67,27 +68,39 @@ async def engine(
 
 
 async def flood(endpoint: str) -> None:
-    """The process that floods: "go" and "stop" come on stdin. It answers a stop with the MiB it wrote per second."""
+    """The process that floods."""
     async with engine(endpoint, "floods", BIG, model="floods") as (client, _):
-        print("ready", flush=True)
-        while (await asyncio.to_thread(sys.stdin.readline)).strip() == "go":
-            stop = asyncio.Event()
-            writers = [asyncio.ensure_future(_write_until(stop, client, lane)) for lane in range(FLOODING)]
-            print("going", flush=True)
-            before = time.perf_counter()
-            await asyncio.to_thread(sys.stdin.readline)
-            stop.set()
-            tasks = sum(await asyncio.gather(*writers))
-            print(tasks * FLOOD_BLOCKS / (time.perf_counter() - before), flush=True)
+        await flood_when_told([client], FLOODING, FLOOD_BLOCKS, BIG["device_blocks"], mib=1)
 
 
-async def _write_until(stop: asyncio.Event, client: Client, lane: int) -> int:
-    """Write one task after the other. How many they were."""
+async def flood_when_told(clients: Sequence[Client], lanes: int, blocks: int, device_blocks: int, *, mib: int) -> None:
+    """Flood between the words "go" and "stop" on stdin. A stop is answered with the MiB that were written per second.
+
+    lanes: tasks of each client under way, with so many blocks of so many MiB each.
+    """
+    print("ready", flush=True)
+    while (await asyncio.to_thread(sys.stdin.readline)).strip() == "go":
+        stop = asyncio.Event()
+        writers = [
+            asyncio.ensure_future(_write_until(stop, client, lane, blocks, device_blocks))
+            for client in clients
+            for lane in range(lanes)
+        ]
+        print("going", flush=True)
+        before = time.perf_counter()
+        await asyncio.to_thread(sys.stdin.readline)
+        stop.set()
+        tasks = sum(await asyncio.gather(*writers))
+        print(tasks * blocks * mib / (time.perf_counter() - before), flush=True)
+
+
+async def _write_until(stop: asyncio.Event, client: Client, lane: int, count: int, device_blocks: int) -> int:
+    """Write one task of `count` blocks after the other. How many they were."""
     tasks = 0
     while not stop.is_set():
         number = next(numbers)
-        keys = [f"f{number}-{i}" for i in range(FLOOD_BLOCKS)]
-        blocks = [(lane * FLOOD_BLOCKS + i) % BIG["device_blocks"] for i in range(FLOOD_BLOCKS)]
+        keys = [f"f{number}-{i}" for i in range(count)]
+        blocks = [(lane * count + i) % device_blocks for i in range(count)]
         await client.insist(WriteStorageTask(task_id=f"f{number}", keys=keys, gpu_block_ids=blocks, timeout=60))
         tasks += 1
     return tasks
@@ -100,10 +113,11 @@ class Flood:
         self._child = child
 
     @classmethod
-    async def start(cls, endpoint: str) -> Flood:
+    async def start(cls, endpoint: str, program: Sequence[str] = (__file__,)) -> Flood:
+        """program: of Python, which floods with `--flood ENDPOINT`."""
         pipe = asyncio.subprocess.PIPE
         child = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--flood", endpoint, stdin=pipe, stdout=pipe
+            sys.executable, *program, "--flood", endpoint, stdin=pipe, stdout=pipe
         )
         flood = cls(child)
         await flood._told()

@@ -18,15 +18,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engines import RESULTS
-from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, WriteStorageTask
+from benchmarks.engines import RESULTS, Flood, engine, flood_when_told
+from transferd import Client, ReadStorageTask, Status, SwapOutTask, WriteStorageTask
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
 from transferd.client.launch import running
-from transferd.runtime.compat import wait_for
 
 BLOCKS = 64
 LAYOUT = {"layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": BLOCKS}
@@ -40,67 +39,15 @@ STORES: dict[str, dict[str, Any]] = {
 numbers = itertools.count()
 
 
-@contextlib.asynccontextmanager
-async def engine(endpoint: str, name: str) -> AsyncIterator[Client]:
-    """A registered engine of one rank, whose memory the daemon makes."""
-    async with Client(endpoint, engine=name, await_ready=False) as client:
-        layout = LAYOUT | {"ownership": "create"}
-        await client.register(Engine(ranks=1, model=name, layout=layout, host_blocks=BLOCKS))
-        await client.wait_ready(60)
-        await client.attach(0)
-        yield client
+def own(endpoint: str, name: str) -> contextlib.AbstractAsyncContextManager[tuple[Client, list[Any]]]:
+    return engine(endpoint, name, LAYOUT, model=name, host_blocks=BLOCKS)
 
 
 async def flood(endpoint: str) -> None:
-    """The process that floods: "go" and "stop" come on stdin. It answers a stop with the MiB it wrote per second."""
+    """The process that floods."""
     async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(engine(endpoint, f"floods{number}")) for number in range(CLIENTS)]
-        print("ready", flush=True)
-        while (await asyncio.to_thread(sys.stdin.readline)).strip() == "go":
-            stop = asyncio.Event()
-            lanes = [_write_until(stop, client, lane) for client in clients for lane in range(LANES)]
-            writing = [asyncio.ensure_future(lane) for lane in lanes]
-            before = time.perf_counter()
-            print("going", flush=True)
-            await asyncio.to_thread(sys.stdin.readline)
-            stop.set()
-            tasks = sum(await asyncio.gather(*writing))
-            print(tasks * FLOOD_BLOCKS * BLOCK_MIB / (time.perf_counter() - before), flush=True)
-
-
-async def _write_until(stop: asyncio.Event, client: Client, lane: int) -> int:
-    tasks = 0
-    while not stop.is_set():
-        number = next(numbers)
-        keys = [f"f{number}-{i}" for i in range(FLOOD_BLOCKS)]
-        blocks = [lane * FLOOD_BLOCKS + i for i in range(FLOOD_BLOCKS)]
-        await client.insist(WriteStorageTask(task_id=f"f{number}", keys=keys, gpu_block_ids=blocks, timeout=60))
-        tasks += 1
-    return tasks
-
-
-@contextlib.asynccontextmanager
-async def flooding(endpoint: str) -> Any:
-    """Yields `told(word)`, which passes a word to a process that floods, and returns its answer."""
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.tails", "--flood", endpoint, stdin=pipe, stdout=pipe
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    stdin, stdout = child.stdin, child.stdout
-
-    async def told(word: str = "") -> str:
-        if word:
-            stdin.write(f"{word}\n".encode())
-        return (await wait_for(stdout.readline(), 120)).decode().strip()
-
-    await told()
-    try:
-        yield told
-    finally:
-        stdin.close()
-        await wait_for(child.wait(), 60)
+        clients = [(await stack.enter_async_context(own(endpoint, f"floods{number}")))[0] for number in range(CLIENTS)]
+        await flood_when_told(clients, LANES, FLOOD_BLOCKS, BLOCKS, mib=BLOCK_MIB)
 
 
 async def read(client: Client) -> None:
@@ -141,7 +88,8 @@ async def measure(store: str, endpoint: str, rounds: int, count: int) -> list[Ro
     alone: dict[str, list[list[float]]] = {name: [] for name in CALLS}
     beside: dict[str, list[list[float]]] = {name: [] for name in CALLS}
     rates = []
-    async with flooding(endpoint) as told, engine(endpoint, "quiet") as client:
+    flooding = await Flood.start(endpoint, ("-m", "benchmarks.tails"))
+    async with own(endpoint, "quiet") as (client, _):
         task = WriteStorageTask(task_id="w", keys=["quiet"], gpu_block_ids=[0])
         assert (stored := await client.submit(task)).status is Status.OK, stored
         await client.pin(["quiet"], 3600.0)
@@ -150,11 +98,12 @@ async def measure(store: str, endpoint: str, rounds: int, count: int) -> list[Ro
         for _ in range(rounds):
             for name, call in CALLS.items():
                 alone[name].append(await timed(call, client, count // rounds))
-            await told("go")
+            await flooding.go()
             await asyncio.sleep(1.0)
             for name, call in CALLS.items():
                 beside[name].append(await timed(call, client, count // rounds))
-            rates.append(float(await told("stop")))
+            rates.append(await flooding.stop())
+    await flooding.end()
     rows = []
     for name in CALLS:
         for part, title in ((98, "p99"), (49, "p50")):
