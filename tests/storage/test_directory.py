@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.directory import ObjectDirectory
+from transferd.storage.queues import GONE
 
 
 @pytest.fixture(params=[0o000, 0o007, 0o022, 0o077], ids=oct)
@@ -46,3 +48,22 @@ def test_a_store_that_others_could_write_or_all_could_read_is_closed_at_its_top(
     root.chmod(before)
     store(root)
     assert stat.S_IMODE(root.stat().st_mode) == after
+
+
+def test_an_object_of_a_disk_that_is_not_mounted_is_not_gone(tmp_path: Path) -> None:
+    """Or its block would be retracted, and stored again, while the disk that has it is away."""
+    root, name = tmp_path / "store", "model/generation/ab/0"
+    directory = ObjectDirectory(root, fsync=False, clock=SYSTEM_CLOCK)
+    directory.open()
+    directory.write(name, memoryview(b"bytes"))
+    assert directory.missing(name, 5) == ""
+    root.rename(tmp_path / "pulled")
+    root.mkdir()  # what it was mounted on
+    for look in (lambda: directory.missing(name, 5), lambda: directory.read(name, memoryview(bytearray(5)))):
+        with pytest.raises(StorageUnavailable, match="not this daemon's any more"):
+            look()
+    root.rmdir()
+    (tmp_path / "pulled").rename(root)
+    assert directory.missing(name, 5) == ""
+    assert directory.missing("model/generation/cd/0", 5) == GONE
+    directory.close()

@@ -36,7 +36,7 @@ DEVICE = "tests.support.simulation.device:SimDevice"
 BLOCKS = 24  # of the device of each engine
 LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
 OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
-SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd")
+SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd", "ddd", "ddd")
 ROOMY = 1000  # objects: no object is evicted
 ENGINES, EACH = ("a", "b"), 7
 PACE = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
@@ -68,7 +68,7 @@ class Node(Judge):
         self.bucket.deletes = self.deleted
         self.media = [Medium(directory / f"disk-{number}", loop.time) for number in range(self.shape.count("d"))]
         self.objects = {"m": self.chance.randint(4, 9), "d": self.chance.randint(8, 16)}  # of each place, at most
-        if self.chance.random() < 0.3:
+        if self.chance.random() < (0.7 if self.levels == ["file"] else 0.3):
             self.objects["d"] = ROOMY
         self.through = self.shape in ("md", "mdd") and self.chance.random() < 0.7
         self.keys = [f"{engine}{number}" for engine in ENGINES for number in range(EACH)]

@@ -48,6 +48,7 @@ ACTIONS = {
     "kill": 3, "away": 2, "ill": 2, "come_back": 5, "image": 2, "lifecycle": 3, "fault": 4, "heal": 5, "link": 2,
     "flip": 6, "remove": 5, "reload": 1, "clock": 1,
 }  # fmt: skip
+OF_DISKS = {"store": 30, "read": 25, "purge": 12, "away": 6, "ill": 6, "come_back": 8, "heal": 6, "flip": 2, "kill": 2}
 
 
 class Story(Node):
@@ -99,7 +100,8 @@ class Story(Node):
         return self.seen
 
     async def act(self) -> None:
-        what = self.chance.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        actions = OF_DISKS if self.plain else ACTIONS
+        what = self.chance.choices(list(actions), list(actions.values()))[0]
         self.loop.note(f"act {what}")
         self.seen[what] += 1
         self.check_durable(self.loop.time())
@@ -360,13 +362,18 @@ class Story(Node):
         if (medium := self.medium()) is not None and not medium.unwell:
             self.harmed()
             how = self.chance.choice([errno.EIO, errno.EROFS, 0])
+            self.spoils |= how == errno.EIO  # what cannot be read counts as damaged
             medium.fail(how) if how else medium.hang()
 
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
             self.harmed()
             self.found_at = math.inf
+            held = [name for name in self.names.values() if medium.has(name)]
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
+            for name in held:
+                if not medium.has(name):
+                    medium.left(name)
 
     def _image(self) -> None:
         if (medium := self.medium()) is not None and not medium.unwell:
