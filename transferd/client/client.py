@@ -429,7 +429,8 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         Also says where they lie, so that this process may read their files meanwhile: to a client of the daemon's user,
         of an engine of one rank. Such pins end with the daemon. An engine that may pin no more is told all the same.
         """
-        return convert(await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout), Leased)
+        answer = await self._answer(wire.Exists(keys_list(keys), lease=ttl), timeout)
+        return convert(answer, Leased) if isinstance(answer, dict) else Leased(answer)  # a list: of an earlier release
 
     async def ping(self) -> tuple[str, float]:
         """Return (boot_id, round trip in seconds)."""

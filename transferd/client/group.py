@@ -54,7 +54,9 @@ def _one(values: Sequence[Any]) -> Any:
 
 
 def _fewest(answers: Sequence[Any]) -> Any:
-    """The least of each figure."""
+    """The least of each figure. A daemon of 0.3.0 answers a pin with one figure alone."""
+    if not all(isinstance(answer, dict) for answer in answers):
+        return min(answer["pinned"] if isinstance(answer, dict) else answer for answer in answers)
     return {name: min(answer.get(name, 0) for answer in answers) for name in answers[0]}
 
 

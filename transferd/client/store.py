@@ -145,7 +145,8 @@ class StoreCalls(Calls):
         `engines.pin_share` of the store. Raises RequestError (`share_exceeded`, which pins nothing; `backend_cannot`).
         """
         asked = wire.Pin(keys_list(keys), _seconds("ttl", ttl), detail=True)
-        return Pinned(**await self._ask(asked, PURGE_TIMEOUT_S))
+        answer = await self._ask(asked, PURGE_TIMEOUT_S)
+        return Pinned(**answer) if isinstance(answer, dict) else Pinned(answer)  # an int: of a daemon of 0.3.0
 
     async def unpin(self, keys: Sequence[str] | None = None) -> None:
         """End this engine's pins of these blocks; None: all of its pins."""
