@@ -154,11 +154,17 @@ class Footprint(msgspec.Struct, frozen=True, gc=False):
 
     def read_in(self, place: str) -> Sequence[Any]:
         """The blocks there that the task reads."""
-        return next((blocks for where, blocks in self.reads if where == place), ())
+        for where, blocks in self.reads:
+            if where == place:
+                return blocks
+        return ()
 
     def written_in(self, place: str) -> Sequence[Any]:
         """The blocks there that the task writes."""
-        return next((blocks for where, blocks in self.writes if where == place), ())
+        for where, blocks in self.writes:
+            if where == place:
+                return blocks
+        return ()
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:

@@ -391,7 +391,8 @@ async def test_a_group_settles_when_every_node_has(tmp_path: Path, monkeypatch: 
                     await here.nothing_was_touched("swap_in")
                 await here.hold("scatter")
                 submitted = asyncio.ensure_future(group.submit(task_of("swap_in", "t2")))
-                await here.arrived()
+                await here.arrived()  # in one of the two daemons
+                await stats_until(here.client, lambda stats: bool(stats["running"]))
                 submitted.cancel()
                 await stopping(here, "t2")
                 assert not submitted.done()
