@@ -154,17 +154,11 @@ class Footprint(msgspec.Struct, frozen=True, gc=False):
 
     def read_in(self, place: str) -> Sequence[Any]:
         """The blocks there that the task reads."""
-        for where, blocks in self.reads:
-            if where == place:
-                return blocks
-        return ()
+        return dict(self.reads).get(place, ())
 
     def written_in(self, place: str) -> Sequence[Any]:
         """The blocks there that the task writes."""
-        for where, blocks in self.writes:
-            if where == place:
-                return blocks
-        return ()
+        return dict(self.writes).get(place, ())
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
