@@ -13,7 +13,7 @@ from tests.adapters.test_fastdeploy_arguments import derived
 from transferd.adapters.fastdeploy import companion, words
 from transferd.adapters.fastdeploy.companion import _to_start, load_sections, shares, whole
 from transferd.adapters.fastdeploy.words import SDK, storage_in_words, storage_settings
-from transferd.config import Config
+from transferd.config import Config, to_tree
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("fastdeploy.md", "fastdeploy_details.md"))
@@ -113,9 +113,9 @@ def test_the_way_of_a_hand_over_changes_no_daemon(monkeypatch: pytest.MonkeyPatc
 
 def test_a_setting_that_a_release_adds_hides_no_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    asked, known = derived(storage="--kvcache_storage_backend file"), companion.to_tree
+    asked = derived(storage="--kvcache_storage_backend file")
     before = _to_start(asked, None, {}, {}, {}).directory
-    monkeypatch.setattr(companion, "to_tree", lambda config: known(config) | {"new": {"setting": 1}})
+    monkeypatch.setattr(companion, "to_tree", lambda config: to_tree(config) | {"new": {"setting": 1}})
     assert _to_start(asked, None, {}, {}, {}).directory == before
     monkeypatch.setenv("TRANSFERD_STORAGE__FILE__CAPACITY", "3GiB")
     assert _to_start(asked, None, {}, {}, {}).directory != before, "two daemons of different settings can run here"
