@@ -121,6 +121,9 @@ class Story(Node):
             else:
                 self.working.add(self.loop.create_task(self._may_fail(what, work)))
                 await asyncio.sleep(0)  # it begins
+                if what == "drain" and self.chance.random() < 0.5:
+                    await asyncio.sleep(0.003)  # the level is leaving
+                    self.working.add(self.loop.create_task(self._may_fail("store", self._store())))
         for task in [task for task in self.working if task.done()]:
             self.working.discard(task)
             task.result()
@@ -311,6 +314,7 @@ class Story(Node):
 
     async def drain(self, name: str) -> None:
         began, life = self.loop.time(), self.lives
+        there = self.where(name).union(key for key, count in self.storing.items() if count)
         self.harmed()
         self.drained.add(name)
         try:
@@ -321,6 +325,7 @@ class Story(Node):
         returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
         if life == self.lives and name in self.drained and name != "object" and not returned:
             self.check_alone(name, began, change.objects)
+            self.check_leaving(name, began, there)
 
     def _use(self) -> Any:
         return functools.partial(self.use, sorted(self.drained))
@@ -332,13 +337,16 @@ class Story(Node):
                 for one in list(self.bucket.objects):
                     self.bucket.forget(one)
             self.drained.discard(name)
+            began = self.loop.time()
             await self.clients["a"].use_level(name)
+            self.check_forgotten(name, began)
             self.found_at = max(self.found_at, self.loop.time())
 
     def _kill(self) -> Any:
         return self.again
 
     async def again(self, *, clean: bool | None = None) -> None:
+        self.check_held()
         await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
         await every(self.working)
         for one in (self.working, self.storing, self.reading, self.drained):
