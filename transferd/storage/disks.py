@@ -15,10 +15,9 @@ import asyncio
 import errno
 import functools
 import hashlib
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
 from typing import Any
 
 import structlog
@@ -36,9 +35,9 @@ from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
 from transferd.storage.keeping import Keeper
 from transferd.storage.lent import chosen, chosen_drain, chosen_fill
-from transferd.storage.lru import Use
+from transferd.storage.lru import LruIndex, Use
 from transferd.storage.orders import OrderBook, families
-from transferd.storage.queues import STORED, UNSAVED, Noted
+from transferd.storage.queues import STORED, Noted
 from transferd.storage.running import RunningCalls
 from transferd.wire.answers import StoreDirectory
 
@@ -143,6 +142,10 @@ class Disks(Storage, Index):
     @property
     def _live(self) -> list[Disk]:
         return [disk for disk in self._all if not disk.lost]
+
+    @property
+    def indexes(self) -> Sequence[LruIndex]:  # type: ignore[override] # Index has them set once
+        return [index for disk in self._live for index in disk.indexes]
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -256,41 +259,10 @@ class Disks(Storage, Index):
 
     @property
     def capacity(self) -> int:
-        return sum(disk.capacity for disk in self._all)
-
-    @property
-    def free(self) -> int:
-        return sum(disk.free for disk in self._live)
-
-    @property
-    def count(self) -> int:
-        return sum(disk.count for disk in self._all)
-
-    def be_level(self, number: int, *, holds: bool) -> None:
-        for disk in self._all:
-            disk.be_level(number, holds=holds)
-
-    def touch(self, items: Sequence[Item]) -> None:
-        for disk in self._live:
-            disk.touch(items)
-
-    def hold(self, name: str, why: int = UNSAVED) -> int | None:
-        return next((nbytes for disk in self._live if (nbytes := disk.hold(name, why)) is not None), None)
-
-    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        for disk in self._live:
-            disk.release(name, use, why)
-
-    def owner_of(self, name: str) -> Hashable | None:
-        return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
+        return sum(index.capacity for disk in self._all for index in disk.indexes)
 
     def place_of(self, name: str) -> StoreDirectory | None:
         return next((place for disk in self._live if (place := disk.place_of(name)) is not None), None)
-
-    def hottest_first(self) -> Iterator[tuple[str, int]]:
-        """In turn from each disk: no order is known between them."""
-        for each in itertools.zip_longest(*(disk.hottest_first() for disk in self._live)):
-            yield from (one for one in each if one is not None)
 
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"
