@@ -10,7 +10,7 @@ import pytest
 from transferd.barrier import BarrierStatistics, RankBarrier, Round
 from transferd.errors import InvariantError
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, ReadStorageTask, Status, Stop, SwapOutTask
+from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Status, Stop, SwapOutTask, TaskResult
 
 READ = ReadStorageTask(task_id="t", keys=["a", "b", "c"], gpu_block_ids=[10, 11, 12])
 SWAP = SwapOutTask(task_id="t", gpu_block_ids=[1, 2], cpu_block_ids=[5, 6])
@@ -31,7 +31,7 @@ class Log:
         self.merges: list[list[int]] = []
         self.completed: list[str] = []
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         self.merges.append([o.rank for o in outcomes])
         return READ.merge(outcomes)
 
@@ -45,7 +45,7 @@ def log() -> Log:
     return Log()
 
 
-def merged_of(round_: Round) -> Merged:
+def merged_of(round_: Round) -> TaskResult:
     assert round_.merged is not None
     return round_.merged
 
@@ -89,7 +89,7 @@ def test_1_a_group_of_one_rank_completes_with_its_one_arrival(log: Log) -> None:
 
 
 def test_1_a_merge_that_raises_completes_the_round_as_failed_and_tells_the_bug() -> None:
-    def broken(_: Sequence[RankOutcome]) -> Merged:
+    def broken(_: Sequence[RankOutcome]) -> TaskResult:
         raise ZeroDivisionError("oops")
 
     completed: list[Round] = []

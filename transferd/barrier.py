@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from transferd.errors import InvariantError, RankDied
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, Stop
+from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, Stop, TaskResult
 
-Merge = Callable[[Sequence[RankOutcome]], Merged]
+Merge = Callable[[Sequence[RankOutcome]], TaskResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Round:
     def __init__(self, task_id: str, merge: Merge, on_complete: Callable[[Round], None] | None) -> None:
         self.task_id = task_id
         self.outcomes: dict[int, RankOutcome] = {}
-        self.merged: Merged | None = None
+        self.merged: TaskResult | None = None
         self.missing: tuple[int, ...] = ()
         self._merge = merge
         self._on_complete = on_complete
         self._waiters: dict[asyncio.Future[None], None] | None = None  # a dict for its order
 
-    async def wait(self) -> Merged:
+    async def wait(self) -> TaskResult:
         """Wait until the round ends. Any number of callers may wait; cancelling one does not affect the others."""
         if self.merged is None:
             waiter = asyncio.get_running_loop().create_future()
@@ -294,14 +294,15 @@ class RankBarrier:
             round_.outcomes[rank] = RankOutcome(rank, error=error)
 
 
-def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> Merged:
+def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> TaskResult:
     """The answer when merging itself failed: no blocks, and the bug as the error."""
     bug = InvariantError(f"the outcomes of {task_id!r} could not be merged: {type(error).__name__}: {error}")
     ranks = [
         RankResult(rank=o.rank, status=Status.FAILED, bytes=o.bytes, error=o.error)
         for o in sorted(outcomes, key=lambda o: o.rank)
     ]
-    return Merged(Status.FAILED, [], ranks, ErrorInfo(bug.reason, str(bug)), sum(o.bytes for o in outcomes))
+    nbytes, cause = sum(o.bytes for o in outcomes), ErrorInfo(bug.reason, str(bug))
+    return TaskResult(task_id=task_id, status=Status.FAILED, ranks=ranks, error=cause, bytes=nbytes)
 
 
 def _describe(outcome: RankOutcome) -> str:

@@ -27,7 +27,7 @@ from transferd.config import CacheSection
 from transferd.errors import DeviceLost, StorageError, TierError
 from transferd.runtime.compat import TaskGroup
 from transferd.storage.base import Blob, Found
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, SwapOutTask, Task, WriteStorageTask
+from transferd.tasks import ErrorInfo, RankOutcome, Status, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 SEEDS = range(200)
 LAYOUT = build_layout(CacheSection(layers=1, kv_heads=1, head_dim=4, block_size=4, device_blocks=64, host_blocks=64))
@@ -133,7 +133,7 @@ async def run_task(world: World, group: TaskGroup, number: int) -> None:
     assert results[1] is results[2] is round_.merged
 
 
-def check_claim(world: World, task: Task, merged: Merged | None, missing: tuple[int, ...]) -> None:
+def check_claim(world: World, task: Task, merged: TaskResult | None, missing: tuple[int, ...]) -> None:
     """In the moment of the answer: nothing is claimed that some rank has not moved by now."""
     assert merged is not None
     claimed = [task.gpu_block_ids.index(block) for block in merged.block_ids]

@@ -50,7 +50,7 @@ from transferd.control.gate import Gate, Hold
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Merged, Status, Stop, Task, TaskResult
+from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Status, Stop, Task, TaskResult
 
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
@@ -361,7 +361,7 @@ class Dispatcher:
         self._out.append(do.Start(record.task, record.generation, record.admitted_at))
 
     @event
-    def round_merged(self, task_id: str, merged: Merged, missing: tuple[int, ...], settled: bool = True) -> None:
+    def round_merged(self, task_id: str, merged: TaskResult, missing: tuple[int, ...], settled: bool = True) -> None:
         """A running task's round has ended.
 
         missing: live ranks that had not arrived: the blocks stay claimed until they have left (`rank_left`).
@@ -374,17 +374,17 @@ class Dispatcher:
             )
         self._lanes.spent(record, self._now)
         record.straggling.update(missing)
-        status = merged.status
         if record.claim is not None and (targets := record.claim.footprint.written_in(HOST)):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
-        if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
-            status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
-        if record.withdrawn is not None and status is Status.CANCELLED:  # by us, and its blocks went with the memory
-            status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
+        if record.stop is Stop.CANCELLED and merged.status is Status.EXPIRED:
+            # The slack of a cancel ran out: report the cancel.
+            merged = msgspec.structs.replace(merged, status=Status.CANCELLED)
+        if record.withdrawn is not None and merged.status is Status.CANCELLED:  # its blocks went with the memory
+            merged = msgspec.structs.replace(merged, status=Status.FAILED, block_ids=[], error=record.withdrawn)
         if not settled:  # a rank is not done with the blocks yet; `task_settled` follows
             self._unsettled.add(task_id)
-        self._finish(record, status, merged)
+        self._finish(record, merged)
 
     @event
     def task_settled(self, task_id: str) -> None:
@@ -546,28 +546,22 @@ class Dispatcher:
 
     def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo) -> None:
         """Answer a task that no rank has started."""
-        self._finish(record, status, Merged(status, [], [], error))
+        self._finish(record, TaskResult(task_id=record.task_id, status=status, error=error))
 
-    def _finish(self, record: TaskState, status: Status, merged: Merged) -> None:
+    def _finish(self, record: TaskState, merged: TaskResult) -> None:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
         self._lanes.leave(record)
-        result = TaskResult(
-            task_id=task_id,
-            status=status,
-            block_ids=merged.block_ids,
-            ranks=merged.ranks,
-            error=merged.error,
-            bytes=merged.bytes,
+        result = msgspec.structs.replace(
+            merged,
             duration=self._now - record.admitted_at,
             generation=record.generation,
             boot_id=self.boot_id,
             settled=not record.straggling and task_id not in self._unsettled,
-            not_admitted=merged.not_admitted,
         )
-        self._statuses[status] += 1
-        self._recorder.note(task_id, "done", str(status), len(merged.block_ids))
+        self._statuses[result.status] += 1
+        self._recorder.note(task_id, "done", str(result.status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:

@@ -33,7 +33,7 @@ from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -296,7 +296,8 @@ class Coordinator:
             self.barrier.open(task.task_id, task.merge, self._round_complete)
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
-            merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
+            cause = self._effect_raised(start, error)
+            merged = TaskResult(task_id=task.task_id, status=Status.FAILED, error=cause)
             self._hear(self.dispatcher.round_merged, task.task_id, merged, ())
             return
         for worker in self.workers:
