@@ -361,8 +361,10 @@ class Story(Node):
         self.check_held()
         await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
         await every(self.working)
-        for one in (self.working, self.storing, self.reading, self.drained, *self.users.values()):
+        for one in (self.working, self.storing, self.reading, self.drained):
             one.clear()
+        for users in self.users.values():
+            users.clear()
         self.purged -= self.purged_in_part
         self.purged_in_part.clear()
         if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life
