@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from transferd.errors import InvariantError, RankDied
 from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, Stop
@@ -39,8 +39,7 @@ from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, 
 Merge = Callable[[Sequence[RankOutcome]], Merged]
 
 
-@dataclass(frozen=True, slots=True)
-class BarrierStatistics:
+class BarrierStatistics(NamedTuple):
     """A snapshot."""
 
     open: int  # rounds now
