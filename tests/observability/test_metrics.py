@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.named_peers import NamedPeers
 from tests.support.simulation.pool import SIM_MASTER, SimPool
+from tests.support.waits import until
 from transferd.config import from_tree
 from transferd.control import instructions
 from transferd.daemon.daemon import Daemon
@@ -26,7 +27,7 @@ from transferd.daemon.reload import Reloader
 from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
-from transferd.observability.http import MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
+from transferd.observability.http import ANSWER_BYTES, MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
 from transferd.observability.metrics import exposition, families
 from transferd.observability.report import HoldingReport, Report, StorageReport
 from transferd.observability.status_server import StatusServer
@@ -167,6 +168,26 @@ async def test_a_connection_that_stays_silent_is_ended_and_counted(
         assert await wait_for(reader.read(), 60) == b""
     writer.close()
     assert server.refused["http_silent"] == 1
+
+
+async def test_a_large_answer_is_written_in_turns_and_shared(server: HttpServer) -> None:
+    """Nobody reads: of each answer, the daemon keeps what the kernel does not take of a piece, and the body once."""
+    body = bytes(8 << 20)
+    server._routes["/large"] = lambda _: Page(body)
+    peers = [await asyncio.open_connection("127.0.0.1", server.port, limit=1) for _ in range(8)]
+    for _, writer in peers:
+        writer.write(b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await until(lambda: sum(bool(one._rest) for one in server._connections) == len(peers))
+    for one in server._connections:
+        assert one._transport.get_write_buffer_size() <= ANSWER_BYTES + 1024
+        assert one._rest.obj is body
+    for _, writer in peers[1:]:
+        writer.transport.abort()
+    reader, writer = peers[0]
+    writer.write_eof()  # the rest comes all the same
+    answer = await reader.read()
+    writer.close()
+    assert answer.partition(b"\r\n\r\n")[2] == body
 
 
 async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
