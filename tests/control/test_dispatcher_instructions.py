@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
@@ -14,7 +15,7 @@ from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, Dispa
 from transferd.control.gate import Hold
 from transferd.control.order import State
 from transferd.errors import InvariantError
-from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Lane, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
 
 
 class Speaker:
@@ -26,12 +27,15 @@ class Speaker:
     def submit(self, task: Task, now: float = 0.0, client: bytes = CLIENT, seq: int = 1) -> list[do.Instruction]:
         return self.dispatcher.submit(now, client, seq, task)
 
-    def merge(self, task_id: str, merged: Merged, now: float, *missing: int) -> list[do.Instruction]:
+    def merge(self, task_id: str, merged: TaskResult, now: float, *missing: int) -> list[do.Instruction]:
+        merged = msgspec.structs.replace(merged, task_id=task_id)
         return self.dispatcher.round_merged(now, task_id, merged, missing)
 
 
-OK = Merged(Status.OK, [1], [RankResult(rank=0, status=Status.OK, blocks=1)], None, 100)
-LATE = Merged(Status.EXPIRED, [], [], ErrorInfo("expired", "late"))
+OK = TaskResult(
+    task_id="", status=Status.OK, block_ids=[1], ranks=[RankResult(rank=0, status=Status.OK, blocks=1)], bytes=100
+)
+LATE = TaskResult(task_id="", status=Status.EXPIRED, error=ErrorInfo("expired", "late"))
 
 
 # --- instructions ---------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ def test_a_cancelled_task_that_failed_is_called_failed() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1))
     speaker.dispatcher.cancel(1.0, "r")
-    failed = Merged(Status.FAILED, [], [], ErrorInfo("storage_error", "disk"))
+    failed = TaskResult(task_id="", status=Status.FAILED, error=ErrorInfo("storage_error", "disk"))
     [reply, *_] = speaker.merge("r", failed, 2.0)
     assert isinstance(reply, do.Reply)
     assert reply.result.status is Status.FAILED
@@ -415,7 +419,6 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
     speaker.submit(write("queued", 4, 5))
     speaker.dispatcher.pause(7.0, b"a1", "a")
     statistics = speaker.dispatcher.statistics()
-    idle = {"queued": 0, "running": 0, "bytes": 0}
     assert statistics == DispatchStatistics(
         queued=1,
         running=1,
@@ -425,10 +428,7 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
         result_bytes=statistics.result_bytes,
         tasks={"rejected": 1, "cancelled": 1, "ok": 1},
         rejects={"id_out_of_range": 1},
-        lanes={
-            **dict.fromkeys(map(str, Lane), idle),
-            "write": {"queued": 1, "running": 1, "bytes": 60},
-        },
+        waiting=dict.fromkeys(Lane, 0) | {Lane.WRITE: 1},
         paused=True,
         draining=False,
         held=[Hold("pause", "a", b"a1", 7.0)],

@@ -31,11 +31,11 @@ from transferd.observability.http import ANSWER_BYTES, MAX_CONNECTIONS, MAX_HEAD
 from transferd.observability.metrics import exposition, families
 from transferd.observability.report import HoldingReport, Report, StorageReport
 from transferd.observability.status_server import StatusServer
-from transferd.observability.task_log import MISSED, TaskMetrics
+from transferd.observability.task_log import MISSED, TaskLog, TaskMetrics
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage
 from transferd.workers.job import Job
 from transferd.workers.rank import HUNG_S
@@ -400,7 +400,7 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
 
 
 async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daemon) -> None:
-    merged = Merged(Status.FAILED, [], [], None)
+    merged = TaskResult(task_id="t", status=Status.FAILED)
     daemon.default.barrier.open("t", lambda _: merged)
     daemon.default.barrier.expire("t")
     for rank in range(2):
@@ -486,7 +486,8 @@ def test_engines_that_have_left_are_one_row_however_many_there_were() -> None:
 
 def ended(metrics: TaskMetrics, engine: str, duration: float) -> None:
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
-    metrics.ended(engine, task, TaskResult(task_id="t", status=Status.OK, duration=duration))
+    result = TaskResult(task_id="t", status=Status.OK, duration=duration)
+    TaskLog(observers=[metrics.ended]).ended(engine, task, result)
 
 
 def test_for_the_text_of_many_engines_the_loop_only_copies_what_was_counted() -> None:

@@ -26,6 +26,7 @@ import h11
 import structlog
 
 from transferd.errors import ConfigError
+from transferd.runtime.aio import Timer
 from transferd.runtime.loop_turns import LoopTurns, Spent, loop_turns, now
 
 log = structlog.get_logger(__name__)
@@ -167,7 +168,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
         self._transport: asyncio.Transport  # from connection_made on
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._answered = self._sent = False
         self._peer = ""
         self._received = b""
@@ -181,7 +182,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has the same methods but another base class
         host, port = (self._transport.get_extra_info("peername") or ("", 0))[:2]
         self._peer = f"{host}:{port}"
-        self._end_after(REQUEST_TIMEOUT_S)
+        self._timer.set(REQUEST_TIMEOUT_S, self.drop, "http_silent")
         self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -249,7 +250,7 @@ class _Connection(asyncio.Protocol):
         start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
         self._rest = memoryview(b"" if head else page.body)
         self._next = self._send
-        self._end_after(ANSWER_S)
+        self._timer.set(ANSWER_S, self.drop)
         self._transport.set_write_buffer_limits(0)  # so that `resume_writing` comes once everything has gone
         self._transport.write(start)
         self._send()
@@ -266,7 +267,7 @@ class _Connection(asyncio.Protocol):
         # Closing now would reset the connection while the client still sends, and the client would lose the answer.
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._end_after(LINGER_S)
+        self._timer.set(LINGER_S, self.drop)
 
     def resume_writing(self) -> None:
         if self._rest:
@@ -277,14 +278,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._server.closed(self)
-
-    def _end_after(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.drop, "http_silent")
 
     def drop(self, reason: str = "") -> None:
         """Close it now. reason: the reason to report, unless the request was already answered."""
