@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,9 +188,13 @@ def test_each_block_is_read_once_and_each_request_ends_once(count: int, director
     leases.take(["k"], places(directory), LATER)
     keys = ["k" if i != 2 else "other" for i in range(count)]
     ends: list[tuple[int, list[bool]]] = []
+
+    def note(number: int, done: list[bool]) -> None:
+        ends.append((number, done))
+
     memory = [[memoryview(bytearray(4096)) for _ in keys] for _ in range(9)]
     for number, blocks in enumerate(memory):
-        readers.begin(leases.orders(keys, [[one] for one in blocks]), lambda done, n=number: ends.append((n, done)))
+        readers.begin(leases.orders(keys, [[one] for one in blocks]), partial(note, number))
     readers.close()
     right = [i != 2 for i in range(count)]
     assert sorted(ends) == [(number, right) for number in range(9)]
@@ -228,6 +234,28 @@ def test_an_end_that_fails_costs_no_other_one(
     readers.close()
     assert ends == [[True]]
     assert "of a test: [True]" in caplog.text
+
+
+def test_without_threads_the_daemon_loads(
+    directory: Path, readers: WarmReaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(directory)
+    leases, ends = ReadLeases(), list[list[bool]]()
+    leases.take(["k"], places(directory), LATER)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start new thread {thread.name}")
+
+    def begin() -> None:
+        readers.begin(leases.orders(["k"], [[memoryview(bytearray(len(PAYLOAD)))]]), ends.append)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        begin()
+    assert ends == [[False]]
+    begin()
+    readers.close()
+    assert ends == [[False], [True]]
 
 
 def test_memory_that_cannot_be_written_and_readers_that_are_closed_end_a_request_at_once(

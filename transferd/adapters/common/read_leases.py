@@ -8,6 +8,7 @@ What it cannot read or prove is the daemon's to load, which also finds and repor
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
@@ -139,33 +140,44 @@ class WarmReaders:
     def __init__(self, threads: int, log: logging.Logger) -> None:
         self._threads, self._log = threads, log
         self._starting = threading.Lock()
-        self._readers: Any = None  # none before they are needed, and without the C extension
-        self._reporter = threading.Thread(target=self._report, name="transferd-read", daemon=True)
+        self._readers: Any = None  # none before they are needed
+        self._reporter: threading.Thread | None = None
 
     def begin(self, orders: Sequence[WarmOrder | None], ended: Callable[[list[bool]], None]) -> None:
         """ended: called once with what `read` would return, in another thread, or before this returns."""
-        if not NATIVE or not any(orders):
-            ended([False] * len(orders))
-            return
-        with self._starting:
-            if self._readers is None:
-                self._readers = _files.warm_readers(self._threads)
-                self._reporter.start()
 
-        def read(found: list[bool]) -> None:
+        def report(found: list[bool]) -> None:
             one = iter(found)
             ended([order is not None and next(one) for order in orders])
 
-        try:
-            _files.begin_warm(self._readers, [one for one in orders if one is not None], READ_FLAGS, read)
-        except (BufferError, RuntimeError):  # memory that nobody may write to, or closed
+        begun = False
+        if NATIVE and any(orders):
+            # there may be no more threads, or memory that nobody may write to, or this is closed
+            with contextlib.suppress(BufferError, OSError, RuntimeError):
+                leased = [one for one in orders if one is not None]
+                _files.begin_warm(self._started(), leased, READ_FLAGS, report)
+                begun = True
+        if not begun:
             ended([False] * len(orders))
 
     def close(self) -> None:
         """Wait until all that was begun has ended. Idempotent."""
-        if self._readers is not None:
+        if self._reporter is not None:
             _files.end_warm(self._readers)
             self._reporter.join()
+
+    def _started(self) -> Any:
+        with self._starting:
+            if self._reporter is None:
+                self._readers = _files.warm_readers(self._threads)
+                reporter = threading.Thread(target=self._report, name="transferd-read", daemon=True)
+                try:
+                    reporter.start()
+                except RuntimeError:
+                    _files.end_warm(self._readers)
+                    raise
+                self._reporter = reporter
+            return self._readers
 
     def _report(self) -> None:
         while done := _files.finished_warm(self._readers):
