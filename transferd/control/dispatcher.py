@@ -140,7 +140,7 @@ class Dispatcher:
         server = limits.server
         self._results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
         self.hazards = HazardTable(ranges)
-        self._lanes = Lanes(server)
+        self.lanes = Lanes(server, self.hazards)
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
@@ -157,7 +157,7 @@ class Dispatcher:
     @property
     def quiet(self) -> bool:
         """No rank touches any block on behalf of any task."""
-        return not self._stragglers and not self._lanes.running
+        return not self._stragglers and not self.lanes.running
 
     @property
     def empty(self) -> bool:
@@ -186,35 +186,21 @@ class Dispatcher:
         """For how many tasks a client waits."""
         return len(self._waits.get(client, ()))
 
-    @property
-    def queued(self) -> int:
-        """Tasks that are admitted and not running."""
-        return self._lanes.queued
-
-    @property
-    def argument_bytes(self) -> int:
-        """Memory of tasks that are admitted, or answered with blocks that are still claimed."""
-        return self.hazards.nbytes
-
-    def bytes_under_way(self, lane: Lane) -> int:
-        """Bytes that this lane's tasks, queued and running, move on all ranks together."""
-        return self._lanes.loads[lane].nbytes
-
     def settled(self, task_id: str) -> bool:
         """Whether no rank touches a block for this task, now or later. True for a task that is not known."""
         return not (task_id in self.records or task_id in self._stragglers or task_id in self._unsettled)
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(
-            queued=self._lanes.queued,
-            running=self._lanes.running,
+            queued=self.lanes.queued,
+            running=self.lanes.running,
             straggling=len(self._stragglers),
             argument_bytes=self.hazards.nbytes,
             results_kept=len(self._results),
             result_bytes=self._results.nbytes,
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
-            lanes=self._lanes.statistics(),
+            lanes=self.lanes.statistics(),
             paused=self._gate.paused,
             draining=self._gate.draining,
             held=self._gate.held,
@@ -264,11 +250,11 @@ class Dispatcher:
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
                 return
-        busy = self._lanes.too_much(record, self.hazards.nbytes)
+        busy = self.lanes.too_much(record)
         total = self._total
         if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
-            beyond = total.refusal(self, record)
-            busy = None if beyond is None else (beyond, self._lanes.hint(record.lane))
+            beyond = total.refusal(self.lanes, record)
+            busy = None if beyond is None else (beyond, self.lanes.hint(record.lane))
         if busy is not None:
             self._refuse(push, Status.BUSY, *busy)
             return
@@ -310,9 +296,9 @@ class Dispatcher:
         self._recorder.admitted(task_id, str(record.lane), blocks, client)
         assert record.task is not None
         self._set_alarm(self._now + record.task.timeout, record)
-        self._lanes.enter(record)
+        self.lanes.enter(record)
         if not record.claim.blockers:
-            self._lanes.ready(record)
+            self.lanes.ready(record)
             self._start_ready()
         else:  # `_release` of the last blocker makes it ready
             self._recorder.note(task_id, "waits", record.claim.blockers)
@@ -338,7 +324,7 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        lanes = self._lanes
+        lanes = self.lanes
         if self._starting or not lanes.ready_tasks or not self._gate.starts:
             return
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
@@ -372,7 +358,7 @@ class Dispatcher:
             raise InvariantError(
                 f"a round was merged for {task_id!r}, which is not running\n{self._recorder.story(task_id)}"
             )
-        self._lanes.spent(record, self._now)
+        self.lanes.spent(record, self._now)
         record.straggling.update(missing)
         if record.claim is not None and (targets := record.claim.footprint.written_in(HOST)):
             assert record.task is not None
@@ -552,7 +538,7 @@ class Dispatcher:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
-        self._lanes.leave(record)
+        self.lanes.leave(record)
         result = msgspec.structs.replace(
             merged,
             duration=self._now - record.admitted_at,
@@ -591,7 +577,7 @@ class Dispatcher:
                 self._out.append(do.Unblock(ready))
             elif waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
-                self._lanes.ready(waiting)
+                self.lanes.ready(waiting)
         self._start_ready()
 
     @event
@@ -600,7 +586,7 @@ class Dispatcher:
         record = self.records.get(task_id)
         if record is not None and record.state is State.QUEUED and record.claim is not None and record.claim.ready:
             self._recorder.note(record.task_id, "blocks free", "of another engine")
-            self._lanes.ready(record)
+            self.lanes.ready(record)
             self._start_ready()
 
     def _move(self, record: TaskState, state: State) -> None:
@@ -609,7 +595,7 @@ class Dispatcher:
             story = self._recorder.story(task_id)
             raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
         old, record.state = record.state, state
-        self._lanes.moved(record, old)
+        self.lanes.moved(record, old)
 
     # --- alarms -------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from transferd.storage.base import (
     Storage,
     added,
 )
-from transferd.storage.lent import Lent, chosen, chosen_drain, lent_by
+from transferd.storage.lent import Lent, chosen, chosen_call, lent_by
 from transferd.tiers.base import INLINE_BYTES
 
 FOLLOW_S = 2.0  # far longer than a load that moves its bytes
@@ -175,7 +175,7 @@ class SingleFlight:
         again = [position for position, _ in followed if outcomes[position] is None]
         if again:
             free = slots if drain is not None else chosen(slots, again)
-            rest = await self.run(chosen(items, again), chosen_drain(drain, again), free)
+            rest = await self.run(chosen(items, again), chosen_call(drain, again), free)
             outcomes.update(zip(again, rest, strict=True))
             if isinstance(rest, Outcomes):
                 late.append(rest.returned)
