@@ -164,11 +164,13 @@ class PendingTask(Pending):
         if not value.settled and self.push is not None:
             self._settling.gave_up(value.task_id, self.push)
         self.result = value
-        super().answer(value)
+        if not self.future.done():  # as Pending does: a call less for each task
+            self.future.set_result(value)
         for future in self._watching:
             if not future.done():
                 future.set_result(None)
-        self.accepted()
+        if self.admitted is not None:
+            self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:
         if self.push is None:  # nothing was sent, unless this id was pushed before

@@ -367,7 +367,8 @@ class Conversation:
     def uses(self) -> None:
         """This client uses its engine: from now on it asserts the generation, and refuses another engine's service."""
         self.weights.used = True
-        self.served.use(self.session.identity)
+        if self.served.used is None:
+            self.served.use(self.session.identity)
 
     def amend(self, **known: Any) -> None:
         """Update fields of `session` from an answer, before the next Welcome reports them."""
@@ -379,7 +380,7 @@ class Conversation:
 
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
-        if self.served.spoils(pending.body):
+        if self.served.differs and self.served.spoils(pending.body):
             self._reject(pending, self._another_engine())
             return None
         try:
