@@ -169,8 +169,7 @@ class PendingTask(Pending):
         for future in self._watching:
             if not future.done():
                 future.set_result(None)
-        if self.admitted is not None:
-            self.accepted()
+        self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:
         if self.push is None:  # nothing was sent, unless this id was pushed before

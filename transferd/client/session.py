@@ -367,8 +367,7 @@ class Conversation:
     def uses(self) -> None:
         """This client uses its engine: from now on it asserts the generation, and refuses another engine's service."""
         self.weights.used = True
-        if self.served.used is None:
-            self.served.use(self.session.identity)
+        self.served.used = self.served.used or self.session.identity  # for each task, so no call
 
     def amend(self, **known: Any) -> None:
         """Update fields of `session` from an answer, before the next Welcome reports them."""
