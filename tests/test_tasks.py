@@ -19,7 +19,6 @@ from transferd.tasks import (
     ErrorInfo,
     Footprint,
     Lane,
-    Merged,
     RankOutcome,
     RankResult,
     ReadStorageTask,
@@ -295,7 +294,7 @@ def test_the_claim_does_not_depend_on_who_arrives_first(case: tuple[Task, list[R
     assert task.merge(shuffled).ranks == task.merge(outcomes).ranks
 
 
-def _check_status(merged: Merged, task: Task) -> None:
+def _check_status(merged: TaskResult, task: Task) -> None:
     blocks, error = len(merged.block_ids), merged.error
     match merged.status:
         case Status.OK:
@@ -374,7 +373,6 @@ def test_what_a_rank_and_a_result_do_not_say_is_nothing() -> None:
     assert msgspec.structs.astuple(RankResult(rank=3, status=Status.OK)) == (3, "ok", 0, 0, 0.0, 0.0, 0.0, None)
     result = TaskResult(task_id="t", status=Status.OK)
     assert msgspec.structs.astuple(result) == ("t", "ok", [], [], None, None, 0, 0.0, "", "", True, 0)
-    assert Merged(Status.OK, [], [], None).bytes == 0
 
 
 def test_a_result_says_on_the_wire_only_what_is_not_usual() -> None:
@@ -390,7 +388,6 @@ FROZEN: list[tuple[msgspec.Struct, str]] = [
     (ReceiveTask(task_id="c", keys=[], gpu_block_ids=[], transfer_id="t", peer="h:1"), "peer"),
     (Footprint(), "reads"), (BROKEN, "code"), (RankOutcome(0), "bytes"),
     (RankResult(rank=0, status=Status.OK), "bytes"), (TaskResult(task_id="t", status=Status.OK), "bytes"),
-    (Merged(Status.OK, [], [], None), "bytes"),
 ]  # fmt: skip
 
 

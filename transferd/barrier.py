@@ -30,25 +30,13 @@ reads the time; the owner of the deadlines calls `expire`.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from transferd.errors import InvariantError, RankDied
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, Stop
+from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, Stop, TaskResult
 
-Merge = Callable[[Sequence[RankOutcome]], Merged]
-
-
-@dataclass(frozen=True, slots=True)
-class BarrierStatistics:
-    """A snapshot."""
-
-    open: int  # rounds now
-    completed: int  # rounds ended since the start
-    expired: int  # how many of them ended by a deadline
-    late: int  # arrivals that were dropped
-    owing: int  # arrivals that ranks still owe
-    dead: tuple[int, ...]  # dead ranks
+Merge = Callable[[Sequence[RankOutcome]], TaskResult]
 
 
 class Round:
@@ -65,13 +53,13 @@ class Round:
     def __init__(self, task_id: str, merge: Merge, on_complete: Callable[[Round], None] | None) -> None:
         self.task_id = task_id
         self.outcomes: dict[int, RankOutcome] = {}
-        self.merged: Merged | None = None
+        self.merged: TaskResult | None = None
         self.missing: tuple[int, ...] = ()
         self._merge = merge
         self._on_complete = on_complete
         self._waiters: dict[asyncio.Future[None], None] | None = None  # a dict for its order
 
-    async def wait(self) -> Merged:
+    async def wait(self) -> TaskResult:
         """Wait until the round ends. Any number of callers may wait; cancelling one does not affect the others."""
         if self.merged is None:
             waiter = asyncio.get_running_loop().create_future()
@@ -133,10 +121,8 @@ class RankBarrier:
         self.parties = parties
         self._rounds: dict[str, Round] = {}  # open ones, in the order of opening
         self._owing: dict[str, set[int]] = {}  # ended rounds: live ranks that have not arrived
-        self._dead: dict[int, RankDied] = {}  # in the order of death
-        self._completed = 0
-        self._expired = 0
-        self._late = 0
+        self.dead: dict[int, RankDied] = {}  # in the order of death
+        self._counts = Counter(completed=0, expired=0, late=0)
 
     # --- the life of a round ------------------------------------------------------------------------
 
@@ -160,7 +146,7 @@ class RankBarrier:
             still = _ranks(self._owing[task_id])
             raise InvariantError(f"the round of {task_id!r} cannot open: rank {still} has not left its last one")
         round_ = Round(task_id, merge, on_complete)
-        if self._dead:
+        if self.dead:
             self._fill_after_death(round_)
             self._end(round_)
         else:
@@ -175,7 +161,7 @@ class RankBarrier:
         """
         round_ = self._rounds.get(task_id)
         if round_ is None:
-            self._late += 1
+            self._counts["late"] += 1
             if task_id in self._owing:
                 self._settle(task_id, outcome.rank)
             return False
@@ -205,7 +191,7 @@ class RankBarrier:
         error = ErrorInfo(str(Stop.EXPIRED), f"the deadline passed; missing ranks: {_ranks(round_.missing)}")
         for rank in round_.missing:
             round_.outcomes[rank] = RankOutcome(rank, error=error, stop=Stop.EXPIRED)
-        self._expired += 1
+        self._counts["expired"] += 1
         self._end(round_)
         return round_.missing
 
@@ -219,9 +205,9 @@ class RankBarrier:
         """
         if not 0 <= rank < self.parties:
             raise InvariantError(f"rank {rank} died, but ranks are 0 … {self.parties - 1}")
-        if rank in self._dead:
+        if rank in self.dead:
             return
-        self._dead[rank] = RankDied(rank, cause)
+        self.dead[rank] = RankDied(rank, cause)
         for task_id in [task_id for task_id, ranks in self._owing.items() if rank in ranks]:
             self._settle(task_id, rank)
         first_error: Exception | None = None
@@ -250,21 +236,18 @@ class RankBarrier:
         """The ids of the open rounds: a live view."""
         return self._rounds.keys()
 
-    def statistics(self) -> BarrierStatistics:
-        return BarrierStatistics(
-            open=len(self._rounds),
-            completed=self._completed,
-            expired=self._expired,
-            late=self._late,
-            owing=sum(map(len, self._owing.values())),
-            dead=tuple(sorted(self._dead)),
-        )
+    def statistics(self) -> dict[str, int]:
+        """The numbers of rounds now (open), and of arrivals that ranks still owe (owing).
+
+        Since the start: completed rounds, those of them that a deadline ended (expired), and dropped arrivals (late).
+        """
+        return {"open": len(self._rounds), "owing": sum(map(len, self._owing.values())), **self._counts}
 
     # --- inside -------------------------------------------------------------------------------------
 
     def _end(self, round_: Round) -> None:
         """End a round that is no longer open and in which every rank has an outcome."""
-        self._completed += 1
+        self._counts["completed"] += 1
         round_.end()
 
     def _absent(self, round_: Round) -> tuple[int, ...]:
@@ -279,13 +262,13 @@ class RankBarrier:
 
     def _leave_behind(self, round_: Round) -> None:
         """Record the live ranks that still owe the ended round an arrival."""
-        round_.missing = tuple(rank for rank in self._absent(round_) if rank not in self._dead)
+        round_.missing = tuple(rank for rank in self._absent(round_) if rank not in self.dead)
         if round_.missing:
             self._owing[round_.task_id] = set(round_.missing)
 
     def _fill_after_death(self, round_: Round) -> None:
         """Give every absent rank an outcome: first the dead ranks, which are the cause, then the live ones."""
-        absent_dead = [death for rank, death in self._dead.items() if rank not in round_.outcomes]
+        absent_dead = [death for rank, death in self.dead.items() if rank not in round_.outcomes]
         for death in absent_dead:
             round_.outcomes[death.rank] = RankOutcome(death.rank, error=ErrorInfo(death.reason, str(death)))
         culprit = absent_dead[0]
@@ -294,14 +277,15 @@ class RankBarrier:
             round_.outcomes[rank] = RankOutcome(rank, error=error)
 
 
-def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> Merged:
+def _unmergeable(task_id: str, outcomes: Sequence[RankOutcome], error: Exception) -> TaskResult:
     """The answer when merging itself failed: no blocks, and the bug as the error."""
     bug = InvariantError(f"the outcomes of {task_id!r} could not be merged: {type(error).__name__}: {error}")
     ranks = [
         RankResult(rank=o.rank, status=Status.FAILED, bytes=o.bytes, error=o.error)
         for o in sorted(outcomes, key=lambda o: o.rank)
     ]
-    return Merged(Status.FAILED, [], ranks, ErrorInfo(bug.reason, str(bug)), sum(o.bytes for o in outcomes))
+    nbytes, cause = sum(o.bytes for o in outcomes), ErrorInfo(bug.reason, str(bug))
+    return TaskResult(task_id=task_id, status=Status.FAILED, ranks=ranks, error=cause, bytes=nbytes)
 
 
 def _describe(outcome: RankOutcome) -> str:

@@ -195,7 +195,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def footprint(self) -> Footprint:
         raise NotImplementedError
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         raise NotImplementedError
 
 
@@ -363,17 +363,6 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
         return [i < min(wanted, len(ids)) and moved[ids[i]] == asked[ids[i]] for i in range(length)]
 
 
-class Merged(msgspec.Struct, frozen=True):
-    """The outcomes of all ranks, merged: the part of a TaskResult that the ranks decide."""
-
-    status: Status
-    block_ids: list[int]
-    ranks: list[RankResult]
-    error: ErrorInfo | None
-    bytes: int = 0
-    not_admitted: int = 0
-
-
 def _first_cause(outcomes: Sequence[RankOutcome], stop: Stop | None) -> ErrorInfo | None:
     """The error that an engine should see first: a rank's own failure before the deadline that it caused.
 
@@ -408,7 +397,7 @@ def _merge(
     outcomes: Sequence[RankOutcome],
     in_common: Callable[[Sequence[RankOutcome]], Sequence[int]],
     none_found: Status,
-) -> Merged:
+) -> TaskResult:
     """in_common: the positions that count as moved, ascending, if not every rank moved every block.
 
     none_found: the status if there are none of them, and no error.
@@ -433,7 +422,8 @@ def _merge(
     ]
     nbytes = sum(map(operator.attrgetter("bytes"), outcomes))
     if complete:  # the task succeeded, even if it was stopped afterwards
-        return Merged(Status.OK, task.block_ids[:wanted], ranks, None, nbytes)
+        ids = task.block_ids[:wanted]
+        return TaskResult(task_id=task.task_id, status=Status.OK, block_ids=ids, ranks=ranks, bytes=nbytes)
     positions = in_common(outcomes)
     stop = next((o.stop for o in outcomes if o.stop is not None), None)
     error = _first_cause(outcomes, stop)
@@ -445,7 +435,15 @@ def _merge(
     block_ids = [task.block_ids[i] for i in positions] if task.block_ids else []
     not_admitted = max([o.not_admitted for o in outcomes], default=0)
     status = _status(len(positions), error, stop, none_found)
-    return Merged(status, block_ids, ranks, error, nbytes, not_admitted)
+    return TaskResult(
+        task_id=task.task_id,
+        status=status,
+        block_ids=block_ids,
+        ranks=ranks,
+        error=error,
+        bytes=nbytes,
+        not_admitted=not_admitted,
+    )
 
 
 def _prefix(moved: Sequence[int]) -> int:
@@ -488,7 +486,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     lane: ClassVar[Lane] = Lane.WRITE
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         """The blocks that every rank stored, in task order."""
         return _merge(self, outcomes, _common, Status.FAILED)
 
@@ -520,7 +518,7 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
         place, ids = self.placed
         return ((place, ids[: len(self.keys)]),)
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
@@ -570,7 +568,7 @@ class _SwapTask(_Task, frozen=True, kw_only=True):
         """The ids that the result names: the device blocks'."""
         return self.gpu_block_ids
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> Merged:
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         """All blocks on all ranks, or none."""
         return _merge(self, outcomes, lambda _: (), Status.FAILED)
 

@@ -293,7 +293,7 @@ def under_way(task: Task, limits: Limits) -> int:
     dispatcher = Dispatcher(limits)
     dispatcher.submit(0.0, b"client", 1, task)
     assert len(dispatcher.records) == 1
-    return dispatcher.bytes_under_way(task.lane)
+    return dispatcher.lanes.loads[task.lane].nbytes
 
 
 def test_a_task_moves_its_blocks_on_every_rank_and_only_a_write_of_a_daemon_that_only_flushes_moves_nothing() -> None:

@@ -15,7 +15,6 @@ from transferd.control.order import TRANSITIONS, State
 from transferd.errors import InvariantError
 from transferd.tasks import (
     ErrorInfo,
-    Merged,
     RankOutcome,
     ReadStorageTask,
     Status,
@@ -317,7 +316,7 @@ def test_a_rank_that_does_not_let_go_is_left_behind_and_its_blocks_stay_claimed(
 def test_the_result_of_a_dead_rank_is_settled_once_that_rank_is_done(desk: Desk) -> None:
     """A rank that has died is not missing, but may still be in a copy of another task."""
     seq = desk.submit(read("r", 1))
-    merged = Merged(Status.FAILED, [], [], ErrorInfo("rank_died", "rank 1 died"))
+    merged = TaskResult(task_id="r", status=Status.FAILED, error=ErrorInfo("rank_died", "rank 1 died"))
     desk.hear(desk.dispatcher.round_merged(desk.now, "r", merged, (), settled=False))
     assert not desk.answers[seq].settled
     assert not desk.dispatcher.settled("r")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
@@ -14,7 +15,7 @@ from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, Dispa
 from transferd.control.gate import Hold
 from transferd.control.order import State
 from transferd.errors import InvariantError
-from transferd.tasks import ErrorInfo, Lane, Merged, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, Lane, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
 
 
 class Speaker:
@@ -26,12 +27,15 @@ class Speaker:
     def submit(self, task: Task, now: float = 0.0, client: bytes = CLIENT, seq: int = 1) -> list[do.Instruction]:
         return self.dispatcher.submit(now, client, seq, task)
 
-    def merge(self, task_id: str, merged: Merged, now: float, *missing: int) -> list[do.Instruction]:
+    def merge(self, task_id: str, merged: TaskResult, now: float, *missing: int) -> list[do.Instruction]:
+        merged = msgspec.structs.replace(merged, task_id=task_id)
         return self.dispatcher.round_merged(now, task_id, merged, missing)
 
 
-OK = Merged(Status.OK, [1], [RankResult(rank=0, status=Status.OK, blocks=1)], None, 100)
-LATE = Merged(Status.EXPIRED, [], [], ErrorInfo("expired", "late"))
+OK = TaskResult(
+    task_id="", status=Status.OK, block_ids=[1], ranks=[RankResult(rank=0, status=Status.OK, blocks=1)], bytes=100
+)
+LATE = TaskResult(task_id="", status=Status.EXPIRED, error=ErrorInfo("expired", "late"))
 
 
 # --- instructions ---------------------------------------------------------------------------------
@@ -342,7 +346,7 @@ def test_a_cancelled_task_that_failed_is_called_failed() -> None:
     speaker = Speaker()
     speaker.submit(read("r", 1))
     speaker.dispatcher.cancel(1.0, "r")
-    failed = Merged(Status.FAILED, [], [], ErrorInfo("storage_error", "disk"))
+    failed = TaskResult(task_id="", status=Status.FAILED, error=ErrorInfo("storage_error", "disk"))
     [reply, *_] = speaker.merge("r", failed, 2.0)
     assert isinstance(reply, do.Reply)
     assert reply.result.status is Status.FAILED

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,20 +11,19 @@ from transferd.control import instructions as do
 from transferd.control.admission import argument_bytes
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
-from transferd.control.order import TaskState
+from transferd.control.order import HazardTable, Lanes, TaskState
 from transferd.tasks import Lane, Status, WriteStorageTask
 
 
-@dataclass(slots=True)
-class Held:
+class Held(Lanes):
     """An engine's load, as given."""
 
-    queued: int = 0
-    argument_bytes: int = 0
-    write_bytes: int = 0
+    def __init__(self, queued: int = 0, argument_bytes: int = 0, write_bytes: int = 0) -> None:
+        super().__init__(limits().server, HazardTable())
+        self.hold(queued, argument_bytes, write_bytes)
 
-    def bytes_under_way(self, lane: Lane) -> int:
-        return self.write_bytes if lane is Lane.WRITE else 0
+    def hold(self, queued: int, argument_bytes: int, write_bytes: int) -> None:
+        self.queued, self.hazards.nbytes, self.loads[Lane.WRITE].nbytes = queued, argument_bytes, write_bytes
 
 
 def write(task_id: str, block: int = 0) -> WriteStorageTask:
@@ -63,9 +61,9 @@ def test_past_a_bound_only_an_engine_below_its_share_admits_more(flood: Held, to
     both = total(flood, other)
     assert code(both, flood) == told
     assert code(both, other) == ""
-    other.queued, other.argument_bytes, other.write_bytes = 3, 399, 3999
+    other.hold(3, 399, 3999)
     assert code(both, other) == "", "below its half"
-    other.queued, other.argument_bytes, other.write_bytes = 4, 400, 4000
+    other.hold(4, 400, 4000)
     assert code(both, other) == told, "at its half"
 
 
@@ -99,7 +97,7 @@ def test_the_refusal_says_how_much_all_hold_and_how_much_the_asker() -> None:
 def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
     shared = Total(max_queued=8, max_queued_bytes=2**40, max_bytes=2**40)
     flooded, other = (Dispatcher(limits(), total=shared) for _ in range(2))
-    shared.engines += [flooded, other]
+    shared.engines += [flooded.lanes, other.lanes]
     for engine in (flooded, other):
         engine.pause(0.0)
     answers = []
@@ -111,25 +109,22 @@ def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
         ("queue_full", "t9"),
     ]
     assert all(result.retry_after for result in busy)
-    assert (flooded.queued, len(list(flooded.records.values()))) == (8, 8)
-    assert flooded.argument_bytes == sum(argument_bytes(write(f"t{n}", n)) for n in range(8))
-    assert flooded.bytes_under_way(Lane.WRITE) == 8 * 2 * 4096
-    assert flooded.bytes_under_way(Lane.READ) == 0
+    assert (flooded.lanes.queued, len(list(flooded.records.values()))) == (8, 8)
+    assert flooded.hazards.nbytes == sum(argument_bytes(write(f"t{n}", n)) for n in range(8))
+    assert flooded.lanes.loads[Lane.WRITE].nbytes == 8 * 2 * 4096
+    assert flooded.lanes.loads[Lane.READ].nbytes == 0
     for number in range(6):
         other.submit(0.0, b"d", number, write(f"o{number}", number))
-    assert other.queued == 4, "an equal share, past the bound of all"
+    assert other.lanes.queued == 4, "an equal share, past the bound of all"
 
 
 def test_a_task_of_an_engine_below_its_share_costs_the_same_beside_any_number_of_engines() -> None:
     class Unasked(Held):
-        @property
-        def queued(self) -> int:
-            raise AssertionError("the others are asked only about one that has its share")
+        def __init__(self) -> None:
+            pass
 
-        @queued.setter
-        def queued(self, _: int) -> None: ...
-
-        argument_bytes = write_bytes = queued
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AssertionError(f"{name}: the others are asked only about one that has its share")
 
     light = Held(queued=1, argument_bytes=100, write_bytes=1000)
     assert code(total(light, *(Unasked() for _ in range(3))), light) == ""

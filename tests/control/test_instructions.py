@@ -11,7 +11,7 @@ from tests.support.dispatch import limits
 from transferd.control import instructions as do
 from transferd.control.dispatcher import Dispatcher
 from transferd.errors import InvariantError
-from transferd.tasks import Merged, Status, SwapOutTask
+from transferd.tasks import Status, SwapOutTask, TaskResult
 
 
 @pytest.mark.parametrize("kind", get_args(do.Instruction), ids=lambda kind: kind.__name__)
@@ -27,4 +27,4 @@ def test_an_event_returns_what_it_has_led_to_and_no_later_event_does() -> None:
 
 def test_an_event_that_cannot_be_says_so() -> None:
     with pytest.raises(InvariantError, match="which is not running"):
-        Dispatcher(limits()).round_merged(0.0, "nobody", Merged(Status.OK, [], [], None), ())
+        Dispatcher(limits()).round_merged(0.0, "nobody", TaskResult(task_id="nobody", status=Status.OK), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.dispatch import limits, record_of
-from transferd.control.order import RETRY_AFTER_S, Lanes, State, TaskState
+from transferd.control.order import RETRY_AFTER_S, HazardTable, Lanes, State, TaskState
 from transferd.tasks import ErrorInfo, Lane, ReadStorageTask, Task, WriteStorageTask
 
 LIMITS = limits(max_queued_tasks=4, max_queued_bytes=1000, max_inflight_bytes=2000, lane_depth=2).server
@@ -49,12 +49,13 @@ def answer(lanes: Lanes, record: TaskState) -> None:
 def refusal(
     lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0, *, flush: bool = False
 ) -> ErrorInfo | None:
-    busy = lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush), held)
+    lanes.hazards.nbytes = held
+    busy = lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush))
     return None if busy is None else busy[0]
 
 
 def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
-    busy = lanes.too_much(record_of(task, nbytes=nbytes), 0)
+    busy = lanes.too_much(record_of(task, nbytes=nbytes))
     assert busy is not None
     return busy[1]
 
@@ -63,7 +64,7 @@ def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
 
 
 def test_as_many_tasks_run_in_a_lane_as_it_has_places_in_the_order_in_which_they_became_ready() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     records = {name: admit(lanes, read(name), ready=False) for name in "abc"}
     for name in "cab":
         lanes.ready(records[name])
@@ -75,7 +76,7 @@ def test_as_many_tasks_run_in_a_lane_as_it_has_places_in_the_order_in_which_they
 
 
 def test_one_lane_does_not_take_the_places_of_another() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     for name in ("w1", "w2", "w3"):
         admit(lanes, write(name))
     admit(lanes, read("r"))
@@ -83,13 +84,13 @@ def test_one_lane_does_not_take_the_places_of_another() -> None:
 
 
 def test_a_task_that_is_not_ready_does_not_run() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     admit(lanes, read("blocked"), ready=False)
     assert start(lanes) == []
 
 
 def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and_leaves_its_place_free() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     gone = admit(lanes, read("gone"))
     admit(lanes, read("next"))
     answer(lanes, gone)
@@ -97,7 +98,7 @@ def test_a_task_that_was_taken_back_while_it_waited_for_a_place_does_not_run_and
 
 
 def test_a_cancelling_task_keeps_its_place_until_it_is_done() -> None:
-    lanes = Lanes(limits(lane_depth=1).server)
+    lanes = Lanes(limits(lane_depth=1).server, HazardTable())
     record = admit(lanes, read("a"))
     admit(lanes, read("b"))
     start(lanes)
@@ -112,7 +113,7 @@ def test_a_cancelling_task_keeps_its_place_until_it_is_done() -> None:
 
 
 def test_the_load_of_a_lane_is_what_is_queued_and_running_and_its_bytes() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     records = [admit(lanes, read(f"r{i}"), nbytes=100 + i) for i in range(3)]
     start(lanes)
     assert lanes.queued == 1
@@ -127,14 +128,14 @@ def test_the_load_of_a_lane_is_what_is_queued_and_running_and_its_bytes() -> Non
 
 def test_a_load_has_no_other_fields() -> None:
     with pytest.raises(AttributeError):
-        Lanes(LIMITS).loads[Lane.READ].waiting = 1  # type: ignore[attr-defined]
+        Lanes(LIMITS, HazardTable()).loads[Lane.READ].waiting = 1  # type: ignore[attr-defined]
 
 
 # --- too much -------------------------------------------------------------------------------------
 
 
 def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     for i in range(3):
         admit(lanes, write(f"w{i}"), ready=False)
     assert refusal(lanes, read("r")) is None
@@ -143,7 +144,7 @@ def test_a_task_is_refused_once_as_many_are_queued_in_all_lanes_as_may_be() -> N
 
 
 def test_running_tasks_do_not_count_as_queued() -> None:
-    lanes = Lanes(limits(max_queued_tasks=1, lane_depth=2).server)
+    lanes = Lanes(limits(max_queued_tasks=1, lane_depth=2).server, HazardTable())
     admit(lanes, read("a"))
     start(lanes)
     assert refusal(lanes, read("b")) is None
@@ -151,7 +152,7 @@ def test_running_tasks_do_not_count_as_queued() -> None:
 
 @pytest.mark.parametrize(("bound", "allowed"), [(4, 2), (5, 3)])
 def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: int) -> None:
-    lanes = Lanes(limits(only_flush=True, max_queued_tasks=bound, lane_depth=1).server)
+    lanes = Lanes(limits(only_flush=True, max_queued_tasks=bound, lane_depth=1).server, HazardTable())
     admit(lanes, write("running"))
     start(lanes)
     for i in range(allowed):
@@ -163,14 +164,14 @@ def test_flushes_take_half_of_the_queue_at_most_rounded_up(bound: int, allowed: 
 
 
 def test_writes_that_move_blocks_may_take_the_whole_queue() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     for i in range(3):
         admit(lanes, write(f"w{i}"), ready=False)
     assert refusal(lanes, write("w")) is None
 
 
 def test_arguments_are_bounded_but_one_task_alone_may_be_larger() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     assert refusal(lanes, read("a"), arguments=5000, held=0) is None
     assert refusal(lanes, read("a"), arguments=399, held=600) is None
     assert refusal(lanes, read("a"), arguments=400, held=600) is None
@@ -180,7 +181,7 @@ def test_arguments_are_bounded_but_one_task_alone_may_be_larger() -> None:
 
 
 def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_larger() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     assert refusal(lanes, read("a"), nbytes=9999) is None
     record = admit(lanes, read("a"), nbytes=1500)
     assert refusal(lanes, read("b"), nbytes=500) is None
@@ -198,7 +199,7 @@ def test_bytes_under_way_are_bounded_for_each_lane_but_one_task_alone_may_be_lar
 
 def loaded(waiting: int, *, seconds: float | None) -> Lanes:
     """Two reads at work, others that wait, and a read that took so many seconds before."""
-    lanes = Lanes(limits(max_queued_tasks=99, max_inflight_bytes=1, lane_depth=2).server)
+    lanes = Lanes(limits(max_queued_tasks=99, max_inflight_bytes=1, lane_depth=2).server, HazardTable())
     if seconds is not None:
         lanes.spent(record_of(read("before"), admitted_at=100.0), 100.0 + seconds)
     for i in range(2 + waiting):
@@ -238,17 +239,19 @@ def test_each_lane_has_an_average_of_its_own() -> None:
 
 def test_every_refusal_says_when_to_ask_again() -> None:
     lanes = Lanes(
-        limits(only_flush=True, max_queued_tasks=4, max_queued_bytes=10, max_inflight_bytes=1, lane_depth=1).server
+        limits(only_flush=True, max_queued_tasks=4, max_queued_bytes=10, max_inflight_bytes=1, lane_depth=1).server,
+        HazardTable(),
     )
     for lane_task in (read("x"), write("x")):
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
-    flush = lanes.too_much(record_of(write("w"), flush=True), 0)
-    arguments = lanes.too_much(record_of(read("r"), arguments=10), 1)
+    flush = lanes.too_much(record_of(write("w"), flush=True))
+    lanes.hazards.nbytes = 1
+    arguments = lanes.too_much(record_of(read("r"), arguments=10))
     for i in range(2):
         admit(lanes, read(f"r{i}"), ready=False)
-    full = lanes.too_much(record_of(read("r")), 0)
+    full = lanes.too_much(record_of(read("r")))
     assert flush is not None
     assert arguments is not None
     assert full is not None
@@ -256,7 +259,7 @@ def test_every_refusal_says_when_to_ask_again() -> None:
 
 
 def test_a_ready_task_is_counted_until_it_is_started_or_passed_over() -> None:
-    lanes = Lanes(LIMITS)
+    lanes = Lanes(LIMITS, HazardTable())
     running = [admit(lanes, read(task_id)) for task_id in "ab"]
     waiting, cancelled = admit(lanes, read("c")), admit(lanes, read("d"))
     assert lanes.ready_tasks == 4

@@ -198,7 +198,7 @@ async def test_a_rank_left_behind_at_the_deadline_is_named_and_its_blocks_stay_u
     with capture_logs() as logs:
         for later in (101.1, 101.6, 110.0):
             world.now = later
-            world.coordinator._alarm_rang()
+            world.coordinator._hear(world.dispatcher.deadline_reached)
     assert (world.answers[seq].status, world.code(seq)) == (Status.EXPIRED, "expired")
     assert [line["ranks"] for line in logs if line["event"] == "ranks left behind at the deadline"] == [[1]]
     settled = asyncio.ensure_future(world.coordinator.settled("w"))
@@ -208,7 +208,7 @@ async def test_a_rank_left_behind_at_the_deadline_is_named_and_its_blocks_stay_u
     assert not quiet.done()
     world.ranks[1].arrive("w", 0)
     await wait_for(asyncio.gather(settled, quiet), 10)
-    assert world.barrier.statistics().late == 1
+    assert world.barrier.statistics()["late"] == 1
 
 
 async def test_a_dead_rank_fails_what_runs_and_what_comes_and_ends_readiness(world: World) -> None:
@@ -231,7 +231,7 @@ async def test_memory_that_its_engine_withdrew_is_no_death(world: World) -> None
     world.coordinator.withdraws = lambda rank, cause: (rank, cause) == (1, "gone")
     world.coordinator.rank_died(1, "gone")
     assert world.coordinator.ready
-    assert world.barrier.statistics().dead == ()
+    assert world.barrier.dead == {}
 
 
 async def test_only_a_changed_generation_is_reported(world: World) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,29 +30,29 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World(f"ipc://{tmp_path}/s")
     yield made
     made.health.close()
-    assert made.health._pulse is None
+    assert not made.health._pulse
     assert await made.daemon.stop(lambda: 5.0) == []
 
 
 async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None:
     world.health.hello_arrived()
-    first: Any = world.health._pulse
+    first = world.health._pulse._handle
     assert first is not None
     world.health.hello_arrived()
-    assert world.health._pulse is first
+    assert world.health._pulse._handle is first
+    world.health._pulse.cancel()
     world.health._beat(asyncio.get_running_loop().time())
-    assert world.health._pulse is None
     world.health.hello_arrived()
-    assert world.health._pulse is None, "it has just looked"
+    assert not world.health._pulse, "it has just looked"
     world.now += EVERY_S
     world.health.hello_arrived()
-    assert world.health._pulse is not None
+    assert world.health._pulse
 
 
 async def test_a_report_counts_as_a_look_and_without_clients_no_timer_runs(world: World) -> None:
     assert finished(world.health.report()).boot_id == world.daemon.boot_id
     world.health.hello_arrived()
-    assert world.health._pulse is None
+    assert not world.health._pulse
 
 
 async def test_the_loop_is_late_if_several_of_the_last_looks_were_and_until_they_are_forgotten(world: World) -> None:

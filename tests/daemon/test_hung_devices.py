@@ -58,7 +58,7 @@ async def test_a_device_that_is_lost_while_idle_ends_its_rank_and_readiness(daem
     tell("fallen off the bus")
     await asyncio.sleep(0)
     assert "a rank has died" in daemon.not_ready
-    assert daemon.default.barrier.statistics().dead
+    assert daemon.default.barrier.dead
     tell("and again")
 
 

@@ -33,7 +33,7 @@ from transferd.observability.task_log import MISSED
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, RankResult, Status, SwapInTask, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage
 from transferd.workers.job import Job
 from transferd.workers.rank import HUNG_S
@@ -378,7 +378,7 @@ async def test_a_pool_that_dies_is_noticed_without_a_task(monkeypatch: pytest.Mo
 
 
 async def test_arrivals_that_the_barrier_dropped_reach_the_operator(daemon: Daemon) -> None:
-    merged = Merged(Status.FAILED, [], [], None)
+    merged = TaskResult(task_id="t", status=Status.FAILED)
     daemon.default.barrier.open("t", lambda _: merged)
     daemon.default.barrier.expire("t")
     for rank in range(2):

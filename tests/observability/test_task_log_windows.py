@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from transferd.observability.task_log import LONG_S, SHORT_S, Recent, Windows
+from transferd.observability.task_log import LONG_S, SHORT_S, Recent, TaskLog, Windows
 from transferd.runtime.clock import Clock
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -17,7 +17,8 @@ class World:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.windows = Windows(Clock(monotonic=lambda: self.now))
+        self.windows = Windows(clock := Clock(monotonic=lambda: self.now))
+        self.log = TaskLog(clock, [self.windows.ended])
 
     def end(
         self, times: int = 1, *, engine: str = "a", kind: str = "read", nbytes: int = 0, seconds: float = 1.0
@@ -25,7 +26,7 @@ class World:
         task = (ReadStorageTask if kind == "read" else WriteStorageTask)(task_id="t", keys=["k"], gpu_block_ids=[0])
         result = TaskResult(task_id="t", status=Status.OK, duration=seconds, bytes=nbytes)
         for _ in range(times):
-            self.windows.ended(engine, task, result)
+            self.log.ended(engine, task, result)
 
 
 def test_a_steady_load_has_its_rate_in_both_windows() -> None:

@@ -22,8 +22,9 @@ from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
 from transferd.observability import traces
 from transferd.observability.report import TracesReport
-from transferd.observability.task_log import Ran
+from transferd.observability.task_log import Ran, TaskLog
 from transferd.observability.traces import MAX_WAITING, Traces
+from transferd.runtime.clock import Clock
 from transferd.tasks import ErrorInfo, Status, TaskResult, WriteStorageTask
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -127,11 +128,17 @@ def test_a_daemon_sends_the_spans_of_a_task_in_the_trace_of_its_engine(collector
     assert collector.resources[0]["service.name"] == "transferd"
 
 
+def log_of(traces: Traces) -> TaskLog:
+    return TaskLog(Clock(monotonic=lambda: 10.0), [traces.ended])
+
+
 async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> None:
-    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
+    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0)
     made.start()
     error = ErrorInfo("storage_unavailable", "it does not answer")
-    made.ended("default", task("bad"), TaskResult(task_id="bad", status=Status.FAILED, error=error, duration=0.5))
+    log_of(made).ended(
+        "default", task("bad"), TaskResult(task_id="bad", status=Status.FAILED, error=error, duration=0.5)
+    )
     await made.close()
     (span,) = collector.wait_for("bad")
     assert attributes(span)["error.type"] == "storage_unavailable"
@@ -141,12 +148,12 @@ async def test_a_failed_task_is_an_error_with_its_code(collector: Collector) -> 
 
 
 async def test_spans_name_the_engine_so_tasks_with_one_id_differ(collector: Collector) -> None:
-    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0, monotonic=lambda: 10.0)
+    made = Traces(collector.url, 1.0, "x", wall=lambda: 1000.0)
     made.start()
     ran = {"a": Ran(9.0, 9.25, [(0, 9.5)]), "b": Ran(9.5, 9.5, [(0, 9.75), (1, 9.875)])}
     for engine, duration in (("a", 1.0), ("b", 0.5)):
         result = TaskResult(task_id="t", status=Status.OK, duration=duration)
-        made.ended(engine, task("t"), result, ran[engine])
+        log_of(made).ended(engine, task("t"), result, ran[engine])
     await made.close()
     collector.wait_for("t")
     roots = {attributes(span)["transferd.engine"]: span for span in collector.spans if not span.parent_span_id}
@@ -159,9 +166,9 @@ async def test_spans_name_the_engine_so_tasks_with_one_id_differ(collector: Coll
 
 
 async def test_tasks_beyond_the_queue_are_dropped_and_counted() -> None:
-    made = Traces("http://127.0.0.1:9/", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)  # not started: nobody takes
+    made = Traces("http://127.0.0.1:9/", 1.0, "x", wall=lambda: 0.0)  # not started: nobody takes
     for number in range(MAX_WAITING + 7):
-        made.ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
+        log_of(made).ended("default", task(str(number)), TaskResult(task_id=str(number), status=Status.OK))
     assert made.statistics() == TracesReport(exported=0, dropped=7, failed=0)
     kept = made._queue.queue[0]
     assert not any(isinstance(part, msgspec.Struct) for part in kept), "neither the task nor its result"
@@ -175,9 +182,9 @@ async def test_a_collector_that_is_dead_or_silent_holds_nothing_up(monkeypatch: 
     silent = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)  # listens, and never accepts
     try:
         for port in (9, silent.server_port):
-            made = Traces(f"http://127.0.0.1:{port}/v1/traces", 1.0, "x", wall=lambda: 0.0, monotonic=lambda: 0.0)
+            made = Traces(f"http://127.0.0.1:{port}/v1/traces", 1.0, "x", wall=lambda: 0.0)
             made.start()
-            made.ended("default", task("t"), TaskResult(task_id="t", status=Status.OK))
+            log_of(made).ended("default", task("t"), TaskResult(task_id="t", status=Status.OK))
             await made.close()
             assert made.statistics().exported == 0
     finally:

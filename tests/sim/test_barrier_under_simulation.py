@@ -27,7 +27,7 @@ from transferd.config import CacheSection
 from transferd.errors import DeviceLost, StorageError, TierError
 from transferd.runtime.compat import TaskGroup
 from transferd.storage.base import Blob, Found
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, SwapOutTask, Task, WriteStorageTask
+from transferd.tasks import ErrorInfo, RankOutcome, Status, SwapOutTask, Task, TaskResult, WriteStorageTask
 
 SEEDS = range(200)
 LAYOUT = build_layout(CacheSection(layers=1, kv_heads=1, head_dim=4, block_size=4, device_blocks=64, host_blocks=64))
@@ -133,7 +133,7 @@ async def run_task(world: World, group: TaskGroup, number: int) -> None:
     assert results[1] is results[2] is round_.merged
 
 
-def check_claim(world: World, task: Task, merged: Merged | None, missing: tuple[int, ...]) -> None:
+def check_claim(world: World, task: Task, merged: TaskResult | None, missing: tuple[int, ...]) -> None:
     """In the moment of the answer: nothing is claimed that some rank has not moved by now."""
     assert merged is not None
     claimed = [task.gpu_block_ids.index(block) for block in merged.block_ids]
@@ -149,8 +149,8 @@ def check_claim(world: World, task: Task, merged: Merged | None, missing: tuple[
 def check_end(world: World) -> None:
     """When all is over: every round ended once, in time, and every rank that began has arrived."""
     statistics = world.barrier.statistics()
-    assert statistics.open == statistics.owing == 0
-    assert statistics.completed == len(world.rounds)
+    assert statistics["open"] == statistics["owing"] == 0
+    assert statistics["completed"] == len(world.rounds)
     assert len(world.storage.watch) == 0
     for task_id, round_ in world.rounds.items():
         assert round_.merged is not None
@@ -158,9 +158,9 @@ def check_end(world: World) -> None:
         assert world.ended_at[task_id] <= world.deadlines[task_id]
         arrivals = world.arrivals.get(task_id, [])
         assert len(arrivals) in (0, world.ranks), "every rank that began has arrived"
-        assert arrivals.count(False) >= len(round_.missing) - len(statistics.dead)
-    assert sum(not a for arrivals in world.arrivals.values() for a in arrivals) == statistics.late
-    for rank in statistics.dead:
+        assert arrivals.count(False) >= len(round_.missing) - len(world.barrier.dead)
+    assert sum(not a for arrivals in world.arrivals.values() for a in arrivals) == statistics["late"]
+    for rank in world.barrier.dead:
         assert world.devices[rank].lost
 
 
@@ -184,7 +184,7 @@ def test_rounds_end_once_in_time_and_honestly_whatever_the_ranks_run_into() -> N
             code = round_.merged.error.code if round_.merged.error else "none"
             for what in (str(round_.merged.status), code):
                 seen[what] = seen.get(what, 0) + 1
-        seen["late"] = seen.get("late", 0) + world.barrier.statistics().late
+        seen["late"] = seen.get("late", 0) + world.barrier.statistics()["late"]
     # A simulation that never gets into trouble proves nothing.
     for what in ("ok", "partial", "failed", "expired", "rank_died", "tier_error", "storage_error", "late"):
         assert seen.get(what, 0) >= 10, f"{what} hardly ever happened: {seen}"

@@ -636,7 +636,7 @@ def test_a_server_without_clients_sets_no_timer() -> None:
         await world.client.close()
         await asyncio.sleep(10)
         assert world.server.statistics().clients == 0
-        assert world.server._liveness._timer is None
+        assert not world.server._liveness._timer
 
     run(program)
 

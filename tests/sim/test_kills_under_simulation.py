@@ -196,7 +196,7 @@ class Story:
         assert client.outdated == (list(range(daemon.config.geometry.ranks)) if "daemon" in self.victims else [])
         await self.world.attach(client)
         assert daemon.default.dispatcher.empty
-        assert daemon.default.barrier.statistics().open == 0
+        assert daemon.default.barrier.statistics()["open"] == 0
         assert daemon.server.statistics().clients == len(self.clients) - ("engine" in self.victims)
         for key in self.keys:
             self.blocks.fill(0, "junk")

@@ -72,7 +72,7 @@ def state_of(dispatcher: Dispatcher, task_id: str) -> State | None:
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:
     """Assert that its books agree with each other and with the tasks. Linear in all that is held."""
-    records, lanes, limits = dispatcher.records.values(), dispatcher._lanes, dispatcher.limits
+    records, lanes, limits = dispatcher.records.values(), dispatcher.lanes, dispatcher.limits
     assert sum(record.state is State.QUEUED for record in records) == lanes.queued <= limits.server.max_queued_tasks
     for name, load in lanes.loads.items():
         mine = [record for record in records if record.lane is name]

@@ -472,12 +472,9 @@ def merge_nodes(task: Task, nodes: Sequence[NodeResult], duration: float) -> Tas
         outcomes[0] = msgspec.structs.replace(outcomes[0], error=ErrorInfo(GENERATIONS, what))
     merged = task.merge(outcomes)
     shares = {share.rank: share for node in nodes for share in _shares(node)}
-    return TaskResult(
-        task_id=task.task_id,
-        status=merged.status,
-        block_ids=merged.block_ids,
+    return msgspec.structs.replace(
+        merged,
         ranks=[shares.get(rank.rank, rank) for rank in merged.ranks],
-        error=merged.error,
         bytes=sum(node.result.bytes for node in nodes),
         duration=duration,
         generation=generations[0] if len(generations) == 1 else nodes[0].result.generation,

@@ -48,6 +48,7 @@ from transferd.errors import (
     RequestError,
     TransferError,
 )
+from transferd.runtime.aio import Timer
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Task
@@ -101,8 +102,7 @@ class Conversation:
         self._seq = 0
         self._pending = Outstanding()
         self._unsent: deque[int] = deque()
-        self._beat_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
+        self._beat_timer, self._send_timer = Timer(), Timer()
         self._overdue_at = math.inf
         self._listener = 0  # the daemon's pid when it was last doubted
         self.counts = Counts()
@@ -152,7 +152,7 @@ class Conversation:
         self._heart.opened()
         self._overdue_at = self._now() + OVERDUE_EVERY_S
         self._greet()
-        self._beat_in(FIRST_HELLO_S)
+        self._beat_timer.set(FIRST_HELLO_S, self._beat)
         return True
 
     async def wait_ready(self, timeout: float) -> None:
@@ -222,10 +222,8 @@ class Conversation:
         else:
             self._leave()
         self._heart.closed()
-        for timer in (self._beat_timer, self._send_timer):
-            if timer is not None:
-                timer.cancel()
-        self._send_timer = None
+        self._beat_timer.cancel()
+        self._send_timer.cancel()
         error = Closed("the client was closed")
         self._fail_all(error, at_once=True)
         self.settling.closed()
@@ -420,13 +418,8 @@ class Conversation:
 
     def _send_soon(self) -> None:
         """Try again shortly: a full transport does not say when it has room, and the next beat may be a second away."""
-
-        def send_again() -> None:
-            self._send_timer = None
-            self._send_waiting()
-
-        if self._send_timer is None:
-            self._send_timer = asyncio.get_running_loop().call_later(RETRY_SEND_S, send_again)
+        if not self._send_timer:
+            self._send_timer.set(RETRY_SEND_S, self._send_waiting)
 
     # --- hearing ------------------------------------------------------------------------------------
 
@@ -479,7 +472,7 @@ class Conversation:
         if not self._heart.welcomed(seq):
             return
         if was_lost:  # the next beat is scheduled for a lost daemon
-            self._beat_in(FIRST_HELLO_S)
+            self._beat_timer.set(FIRST_HELLO_S, self._beat)
         if self.served.compare(welcome.identity, self.weights.used):
             what = "this daemon now serves another engine than the one that this client has used"
             why = f"{what}: {self.served.differs}; start it as it was, or connect anew"
@@ -518,11 +511,6 @@ class Conversation:
     def hello(self) -> wire.Hello:
         return self.weights.said(wire.Hello(self.engine, self.token, returns=self.returns))
 
-    def _beat_in(self, delay: float) -> None:
-        if self._beat_timer is not None:
-            self._beat_timer.cancel()
-        self._beat_timer = asyncio.get_running_loop().call_later(delay, self._beat)
-
     def _beat(self) -> None:
         now = self._now()
         became = self._heart.look(now, lambda: wants_machine(self._listener))
@@ -533,13 +521,13 @@ class Conversation:
             if became:
                 self._listener = listener_of(self.endpoint)
                 self.settling.listens(self._listener)
-            self._beat_in(DOUBT_S)
+            self._beat_timer.set(DOUBT_S, self._beat)
             return
         if became is Presence.LOST:
             self._leave()
             self._fail_all(DaemonLost(f"{self.endpoint}: no answer for {now - (self._heart.asked_at or now):.1f} s"))
         self._greet()
-        self._beat_in(self._heart.next_hello(now, ready=self.session.ready))
+        self._beat_timer.set(self._heart.next_hello(now, ready=self.session.ready), self._beat)
 
     def _leave(self) -> None:
         """Tell the daemon to cancel what we still wait for."""

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from transferd.errors import TransferError
+from transferd.runtime.aio import Timer
 from transferd.tiers.owner import WatchedProcess
 from transferd.wire import protocol as wire
 
@@ -95,7 +96,7 @@ class Settling:
         self._unasked: dict[str, None] = {}  # tasks to ask the daemon about, in the order of the calls
         self._questions: set[asyncio.Task[None]] = set()  # under way
         self._asking: asyncio.Handle | None = None
-        self._looking: asyncio.TimerHandle | None = None
+        self._looking = Timer()
         self._complain_at = 0.0
         self._told_at = -math.inf  # of tasks that nobody waits for any more
 
@@ -171,7 +172,7 @@ class Settling:
                 del self._waiting[task_id]
                 self._unasked.pop(task_id, None)
             if not self._waiting:
-                self._rest()
+                self._looking.cancel()
         return self._known(task_id)
 
     def unknown(self, task_id: str) -> None:
@@ -245,12 +246,11 @@ class Settling:
     # --- looking ------------------------------------------------------------------------------------
 
     def _look_later(self) -> None:
-        if self._looking is None:
+        if not self._looking:
             self._complain_at = self._conversation.now + COMPLAIN_S
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._looking.set(LOOK_S, self._look)
 
     def _look(self) -> None:
-        self._looking = None
         self._wake_known()
         self._ask_soon()
         if (now := self._conversation.now) >= self._complain_at and self._waiting:
@@ -258,7 +258,7 @@ class Settling:
             what = "%s: it is not known yet whether the daemon still touches the blocks of %d tasks, such as %s"
             log.warning(what, self._conversation.endpoint, len(self._waiting), next(iter(self._waiting)))
         if self._waiting:
-            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+            self._looking.set(LOOK_S, self._look)
 
     def _wake_known(self) -> None:
         """Wake those whose daemon is over."""
@@ -269,12 +269,6 @@ class Settling:
             if given is None or over.get(given.boot, True):
                 known.append(task_id)
         in_slices(known, self._wake)
-
-    def _rest(self) -> None:
-        """Nobody waits any more."""
-        if self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
 
     def _forgotten(self) -> Push | None:
         """A stand-in for a task that is not kept; None if no such task was forgotten."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from transferd.control.order import HazardTable, State, TaskState
-from transferd.tasks import DEVICE, HOST, ErrorInfo, Footprint, Merged, SwapOutTask, Task
+from transferd.tasks import DEVICE, HOST, ErrorInfo, Footprint, SwapOutTask, Task, TaskResult
 
 
 class Contents:
@@ -35,7 +35,7 @@ class Contents:
         """The host pool was freed; the next one is empty."""
         self._filled = bytearray(len(self._filled))
 
-    def host_written(self, task: Task, targets: Sequence[int], merged: Merged) -> None:
+    def host_written(self, task: Task, targets: Sequence[int], merged: TaskResult) -> None:
         """Note that a task which writes these host blocks has run. Blocks that it did not fill may be overwritten."""
         filled: Sequence[int] = merged.block_ids
         if isinstance(task, SwapOutTask):  # its result names the device blocks

@@ -50,7 +50,7 @@ from transferd.control.gate import Gate, Hold
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
-from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Merged, Status, Stop, Task, TaskResult
+from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Status, Stop, Task, TaskResult
 
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
@@ -140,7 +140,7 @@ class Dispatcher:
         server = limits.server
         self._results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
         self.hazards = HazardTable(ranges)
-        self._lanes = Lanes(server)
+        self.lanes = Lanes(server, self.hazards)
         self._gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
@@ -157,7 +157,7 @@ class Dispatcher:
     @property
     def quiet(self) -> bool:
         """No rank touches any block on behalf of any task."""
-        return not self._stragglers and not self._lanes.running
+        return not self._stragglers and not self.lanes.running
 
     @property
     def empty(self) -> bool:
@@ -186,35 +186,21 @@ class Dispatcher:
         """For how many tasks a client waits."""
         return len(self._waits.get(client, ()))
 
-    @property
-    def queued(self) -> int:
-        """Tasks that are admitted and not running."""
-        return self._lanes.queued
-
-    @property
-    def argument_bytes(self) -> int:
-        """Memory of tasks that are admitted, or answered with blocks that are still claimed."""
-        return self.hazards.nbytes
-
-    def bytes_under_way(self, lane: Lane) -> int:
-        """Bytes that this lane's tasks, queued and running, move on all ranks together."""
-        return self._lanes.loads[lane].nbytes
-
     def settled(self, task_id: str) -> bool:
         """Whether no rank touches a block for this task, now or later. True for a task that is not known."""
         return not (task_id in self.records or task_id in self._stragglers or task_id in self._unsettled)
 
     def statistics(self) -> DispatchStatistics:
         return DispatchStatistics(
-            queued=self._lanes.queued,
-            running=self._lanes.running,
+            queued=self.lanes.queued,
+            running=self.lanes.running,
             straggling=len(self._stragglers),
             argument_bytes=self.hazards.nbytes,
             results_kept=len(self._results),
             result_bytes=self._results.nbytes,
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
-            lanes=self._lanes.statistics(),
+            lanes=self.lanes.statistics(),
             paused=self._gate.paused,
             draining=self._gate.draining,
             held=self._gate.held,
@@ -264,11 +250,11 @@ class Dispatcher:
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
                 return
-        busy = self._lanes.too_much(record, self.hazards.nbytes)
+        busy = self.lanes.too_much(record)
         total = self._total
         if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
-            beyond = total.refusal(self, record)
-            busy = None if beyond is None else (beyond, self._lanes.hint(record.lane))
+            beyond = total.refusal(self.lanes, record)
+            busy = None if beyond is None else (beyond, self.lanes.hint(record.lane))
         if busy is not None:
             self._refuse(push, Status.BUSY, *busy)
             return
@@ -310,9 +296,9 @@ class Dispatcher:
         self._recorder.admitted(task_id, str(record.lane), blocks, client)
         assert record.task is not None
         self._set_alarm(self._now + record.task.timeout, record)
-        self._lanes.enter(record)
+        self.lanes.enter(record)
         if not record.claim.blockers:
-            self._lanes.ready(record)
+            self.lanes.ready(record)
             self._start_ready()
         else:  # `_release` of the last blocker makes it ready
             self._recorder.note(task_id, "waits", record.claim.blockers)
@@ -338,7 +324,7 @@ class Dispatcher:
     # --- running ------------------------------------------------------------------------------------
 
     def _start_ready(self) -> None:
-        lanes = self._lanes
+        lanes = self.lanes
         if self._starting or not lanes.ready_tasks or not self._gate.starts:
             return
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
@@ -361,7 +347,7 @@ class Dispatcher:
         self._out.append(do.Start(record.task, record.generation, record.admitted_at))
 
     @event
-    def round_merged(self, task_id: str, merged: Merged, missing: tuple[int, ...], settled: bool = True) -> None:
+    def round_merged(self, task_id: str, merged: TaskResult, missing: tuple[int, ...], settled: bool = True) -> None:
         """A running task's round has ended.
 
         missing: live ranks that had not arrived: the blocks stay claimed until they have left (`rank_left`).
@@ -372,19 +358,19 @@ class Dispatcher:
             raise InvariantError(
                 f"a round was merged for {task_id!r}, which is not running\n{self._recorder.story(task_id)}"
             )
-        self._lanes.spent(record, self._now)
+        self.lanes.spent(record, self._now)
         record.straggling.update(missing)
-        status = merged.status
         if record.claim is not None and (targets := record.claim.footprint.written_in(HOST)):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
-        if record.stop is Stop.CANCELLED and status is Status.EXPIRED:
-            status = Status.CANCELLED  # the slack of a cancel ran out: report the cancel
-        if record.withdrawn is not None and status is Status.CANCELLED:  # by us, and its blocks went with the memory
-            status, merged = Status.FAILED, msgspec.structs.replace(merged, block_ids=[], error=record.withdrawn)
+        if record.stop is Stop.CANCELLED and merged.status is Status.EXPIRED:
+            # The slack of a cancel ran out: report the cancel.
+            merged = msgspec.structs.replace(merged, status=Status.CANCELLED)
+        if record.withdrawn is not None and merged.status is Status.CANCELLED:  # its blocks went with the memory
+            merged = msgspec.structs.replace(merged, status=Status.FAILED, block_ids=[], error=record.withdrawn)
         if not settled:  # a rank is not done with the blocks yet; `task_settled` follows
             self._unsettled.add(task_id)
-        self._finish(record, status, merged)
+        self._finish(record, merged)
 
     @event
     def task_settled(self, task_id: str) -> None:
@@ -546,28 +532,22 @@ class Dispatcher:
 
     def _finish_early(self, record: TaskState, status: Status, error: ErrorInfo) -> None:
         """Answer a task that no rank has started."""
-        self._finish(record, status, Merged(status, [], [], error))
+        self._finish(record, TaskResult(task_id=record.task_id, status=status, error=error))
 
-    def _finish(self, record: TaskState, status: Status, merged: Merged) -> None:
+    def _finish(self, record: TaskState, merged: TaskResult) -> None:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
-        self._lanes.leave(record)
-        result = TaskResult(
-            task_id=task_id,
-            status=status,
-            block_ids=merged.block_ids,
-            ranks=merged.ranks,
-            error=merged.error,
-            bytes=merged.bytes,
+        self.lanes.leave(record)
+        result = msgspec.structs.replace(
+            merged,
             duration=self._now - record.admitted_at,
             generation=record.generation,
             boot_id=self.boot_id,
             settled=not record.straggling and task_id not in self._unsettled,
-            not_admitted=merged.not_admitted,
         )
-        self._statuses[status] += 1
-        self._recorder.note(task_id, "done", str(status), len(merged.block_ids))
+        self._statuses[result.status] += 1
+        self._recorder.note(task_id, "done", str(result.status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
         for client, seq in record.waiters:
@@ -597,7 +577,7 @@ class Dispatcher:
                 self._out.append(do.Unblock(ready))
             elif waiting.state is State.QUEUED:
                 self._recorder.note(waiting.task_id, "blocks free", record.task_id)
-                self._lanes.ready(waiting)
+                self.lanes.ready(waiting)
         self._start_ready()
 
     @event
@@ -606,7 +586,7 @@ class Dispatcher:
         record = self.records.get(task_id)
         if record is not None and record.state is State.QUEUED and record.claim is not None and record.claim.ready:
             self._recorder.note(record.task_id, "blocks free", "of another engine")
-            self._lanes.ready(record)
+            self.lanes.ready(record)
             self._start_ready()
 
     def _move(self, record: TaskState, state: State) -> None:
@@ -615,7 +595,7 @@ class Dispatcher:
             story = self._recorder.story(task_id)
             raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
         old, record.state = record.state, state
-        self._lanes.moved(record, old)
+        self.lanes.moved(record, old)
 
     # --- alarms -------------------------------------------------------------------------------------
 

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from transferd.control.order import TaskState
+from transferd.control.order import Lanes, TaskState
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import BudgetReport
-from transferd.tasks import ErrorInfo, Lane
-
-
-class EngineLoad(Protocol):
-    """The sums of one engine's admitted tasks."""
-
-    @property
-    def queued(self) -> int: ...
-
-    @property
-    def argument_bytes(self) -> int: ...
-
-    def bytes_under_way(self, lane: Lane) -> int: ...
+from transferd.tasks import ErrorInfo
 
 
 @dataclass(slots=True)
@@ -31,15 +18,15 @@ class Total:
     Beyond a bound, only an engine below its equal share is admitted. So a flooding engine keeps no other engine out,
     and the total never exceeds twice the bound.
 
-    engines: those that exist now; the daemon keeps the list.
+    engines: the lanes of those that exist now; the daemon keeps the list.
     """
 
     max_queued: int
     max_queued_bytes: int
     max_bytes: int
-    engines: list[EngineLoad] = field(default_factory=list)
+    engines: list[Lanes] = field(default_factory=list)
 
-    def refusal(self, asks: EngineLoad, record: TaskState) -> ErrorInfo | None:
+    def refusal(self, asks: Lanes, record: TaskState) -> ErrorInfo | None:
         """Why the asking engine may not admit this task now; None if it may.
 
         All engines are asked only for one that has its share already: others' tasks cost the same beside 1,000 engines.
@@ -52,13 +39,13 @@ class Total:
             queued = sum(one.queued for one in engines)
             if queued >= self.max_queued:
                 return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
-        if (mine := asks.argument_bytes) >= max(1, self.max_queued_bytes // share):
-            held = sum(one.argument_bytes for one in engines)
+        if (mine := asks.hazards.nbytes) >= max(1, self.max_queued_bytes // share):
+            held = sum(one.hazards.nbytes for one in engines)
             if held + record.arguments > self.max_queued_bytes:
                 message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
                 return ErrorInfo("queue_full", message)
-        if (mine := asks.bytes_under_way(lane)) >= max(1, self.max_bytes // share):
-            moving = sum(one.bytes_under_way(lane) for one in engines)
+        if (mine := asks.loads[lane].nbytes) >= max(1, self.max_bytes // share):
+            moving = sum(one.loads[lane].nbytes for one in engines)
             if moving + record.nbytes > self.max_bytes:
                 message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
                 return ErrorInfo("bytes_in_flight", message)

@@ -243,8 +243,9 @@ class LaneLoad:
 class Lanes:
     """All lanes of one dispatcher."""
 
-    def __init__(self, server: ServerSection) -> None:
+    def __init__(self, server: ServerSection, hazards: HazardTable) -> None:
         self._server = server
+        self.hazards = hazards  # the claims of these tasks
         self.loads = {lane: LaneLoad() for lane in Lane}
         self.queued = 0  # in all lanes
         self.ready_tasks = 0  # in all lanes; some may have been cancelled since
@@ -253,12 +254,9 @@ class Lanes:
     def running(self) -> int:
         return sum(load.running for load in self.loads.values())
 
-    def too_much(self, record: TaskState, held: int) -> tuple[ErrorInfo, float] | None:
-        """Why this task is not admitted now, and after how many seconds to retry; None if it may be admitted.
-
-        held: bytes of the arguments of tasks that are admitted.
-        """
-        load, arguments = self.loads[record.lane], record.arguments
+    def too_much(self, record: TaskState) -> tuple[ErrorInfo, float] | None:
+        """Why this task is not admitted now, and after how many seconds to retry; None if it may be admitted."""
+        load, arguments, held = self.loads[record.lane], record.arguments, self.hazards.nbytes
         if self.queued >= self._server.max_queued_tasks:
             return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
         # An index that hangs delays every flush until its deadline, and an engine that evicts sends many flushes.

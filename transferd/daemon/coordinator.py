@@ -31,9 +31,10 @@ from transferd.control.order import Claim, TaskState
 from transferd.errors import InvariantError
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
+from transferd.runtime.aio import Timer
 from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
-from transferd.tasks import ErrorInfo, Merged, RankOutcome, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -89,7 +90,7 @@ class Coordinator:
         self.withdraws: Callable[[int, str], bool] | None = None
         self._jobs: dict[str, Job] = {}  # running tasks, and those that a straggler still holds
         self._ran: dict[str, Ran] = {}  # from the end of a task's round to its Publish
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm = Timer()
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
         self._apply: dict[type, Callable[[Any], None]] = {
             do.Start: self._start,
@@ -220,9 +221,7 @@ class Coordinator:
         self._hear(self.dispatcher.abandon_queue)
 
     def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        self._alarm.cancel()
 
     # --- effects ------------------------------------------------------------------------------------
 
@@ -296,7 +295,8 @@ class Coordinator:
             self.barrier.open(task.task_id, task.merge, self._round_complete)
         except Exception as error:  # noqa: BLE001 - the task has no round that could answer it
             del self._jobs[task.task_id]
-            merged = Merged(Status.FAILED, [], [], self._effect_raised(start, error))
+            cause = self._effect_raised(start, error)
+            merged = TaskResult(task_id=task.task_id, status=Status.FAILED, error=cause)
             self._hear(self.dispatcher.round_merged, task.task_id, merged, ())
             return
         for worker in self.workers:
@@ -346,10 +346,8 @@ class Coordinator:
             )
 
     def _wake_at(self, wake: do.WakeAt) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
         delay = max(0.0, wake.when - self.clock.monotonic())
-        self._alarm = asyncio.get_running_loop().call_later(delay, self._alarm_rang)
+        self._alarm.set(delay, self._hear, self.dispatcher.deadline_reached)
 
     def _unblock(self, unblock: do.Unblock) -> None:
         notify = unblock.claim.table.notify
@@ -363,10 +361,6 @@ class Coordinator:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
         self._hear(self.dispatcher.bytes_free, claim.owner.task_id)
-
-    def _alarm_rang(self) -> None:
-        self._alarm = None
-        self._hear(self.dispatcher.deadline_reached)
 
     # --- what comes back from the ranks -------------------------------------------------------------
 

@@ -332,7 +332,7 @@ def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:
     section = config.traces
     if not section.endpoint:
         return None
-    return Traces(section.endpoint, section.sample, boot_id, wall=clock.wall, monotonic=clock.monotonic)
+    return Traces(section.endpoint, section.sample, boot_id, wall=clock.wall)
 
 
 def _build_peers(config: Config) -> PeerTransport | None:

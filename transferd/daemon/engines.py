@@ -130,7 +130,7 @@ class Engines:
         if plan.engine is not None:
             own = HostedEngine(DEFAULT_ENGINE, plan.engine, shared, self.total, self._epochs)
             self._by_name[DEFAULT_ENGINE] = own
-            self.total.engines.append(own.dispatcher)
+            self.total.engines.append(own.dispatcher.lanes)
 
     def __iter__(self) -> Iterator[HostedEngine]:
         """All engines that have a name now; leaving ones have lost it."""
@@ -372,7 +372,7 @@ class Engines:
         self._by_name[name] = engine
         engine.storage_share = min(share, self.holdings.left_over)  # another may have registered meanwhile
         self.holdings.came(engine)
-        self.total.engines.append(engine.dispatcher)
+        self.total.engines.append(engine.dispatcher.lanes)
         try:
             if engine.kv_events is not None:
                 engine.kv_events.start()
@@ -453,7 +453,7 @@ class Engines:
             while len(self._ended) > MOST_ENDED:
                 del self._ended[next(iter(self._ended))]
             self._by_name.pop(engine.name, None)
-            self.total.engines.remove(engine.dispatcher)
+            self.total.engines.remove(engine.dispatcher.lanes)
             for peer in engine.clients:
                 client = self._clients.get(peer)
                 if client is not None and client.engine is engine:

@@ -19,6 +19,7 @@ from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, W
 from transferd.observability.history import History
 from transferd.observability.report import Report
 from transferd.observability.report_memory import ReportMemory
+from transferd.runtime.aio import Timer
 
 LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a machine stands still now and then
 
@@ -35,7 +36,7 @@ class HealthCheck:
         self._history = History(self._now())
         self._looked_at = -EVERY_S
         self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
-        self._pulse: asyncio.TimerHandle | None = None
+        self._pulse = Timer()
 
     def report(self) -> Generator[None, None, Report]:
         """The daemon's report as it is now, with what is wrong, in pieces."""
@@ -53,19 +54,15 @@ class HealthCheck:
 
     def hello_arrived(self) -> None:
         """Look soon, unless that was done within the last second."""
-        if self._now() - self._looked_at >= EVERY_S and self._pulse is None:
-            loop = asyncio.get_running_loop()
-            self._pulse = loop.call_later(EVERY_S, self._beat, loop.time() + EVERY_S)
+        if self._now() - self._looked_at >= EVERY_S and not self._pulse:
+            self._pulse.set(EVERY_S, self._beat, asyncio.get_running_loop().time() + EVERY_S)
 
     def _beat(self, due: float) -> None:
-        self._pulse = None
         self._lags.append(asyncio.get_running_loop().time() - due)
         self._viewed.report()
 
     def close(self) -> None:
-        if self._pulse is not None:
-            self._pulse.cancel()
-            self._pulse = None
+        self._pulse.cancel()
 
     def _measured(self) -> Measured:
         oldest_s, oldest = self._listing.oldest_running(OLDEST_TASK_S)

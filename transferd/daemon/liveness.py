@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from transferd.daemon.clients import Clients
+from transferd.runtime.aio import Timer
 from transferd.wire.shares import Places
 
 log = structlog.get_logger(__name__)
@@ -56,12 +57,12 @@ class Liveness:
         self._processes: dict[int, _Watched] = {}  # by process id
         self._pid_of: dict[bytes, int] = {}  # of the clients whose processes are watched
         self._places = Places()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._due = 0.0
 
     def came(self) -> None:
         """Call this after a client was added to `clients`."""
-        if self._timer is None:
+        if not self._timer:
             self._look_later()
 
     def watch_process(self, client: bytes) -> None:
@@ -104,18 +105,16 @@ class Liveness:
         os.close(watched.fd)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         for pid in list(self._processes):
             self._stop(pid)
 
     def _look_later(self) -> None:
         delay = self.timeout / 2
         self._due = self.now() + delay
-        self._timer = asyncio.get_running_loop().call_later(delay, self._look)
+        self._timer.set(delay, self._look)
 
     def _look(self) -> None:
-        self._timer = None
         now = self.now()
         # If we are late, this process was stalled, and messages of clients may be unread in the socket.
         if now - self._due < self.timeout / 4:

@@ -139,6 +139,7 @@ class EnginePrefetches:
         return True
 
     async def _bring(self, engine: HostedEngine, one: Running) -> TaskResult:
+        """Its result: that of a read that needs no prefix; block ids are positions in `keys`."""
         began, asked, bringing = self._clock.monotonic(), one.asked, one.bringing
         generation = engine.dispatcher.generation
         blocks = engine.object_names(asked.keys, generation)
@@ -164,7 +165,10 @@ class EnginePrefetches:
             nbytes = sum(brought.get(name, 0) for names in mine for name in names)
             why = (None, None) if len(moved) == len(mine) else (info, stop)
             outcomes.append(RankOutcome(worker.rank, moved, nbytes, why[0], stop=why[1], storage_s=seconds))
-        return self._result(asked, outcomes, generation, seconds)
+        ids = list(range(len(asked.keys)))
+        read = ReadStorageTask(task_id=asked.task_id, keys=asked.keys, gpu_block_ids=ids, prefix=False)
+        merged = read.merge(outcomes)
+        return msgspec.structs.replace(merged, duration=seconds, generation=generation, boot_id=self._boot_id)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
         """The objects of these that a storage without levels has."""
@@ -174,22 +178,3 @@ class EnginePrefetches:
         except StorageError as error:
             return error, set()
         return None, {name for name, one in zip(names, there, strict=True) if one}
-
-    def _result(
-        self, asked: wire.Prefetch, outcomes: Sequence[RankOutcome], generation: str, seconds: float
-    ) -> TaskResult:
-        """The ranks' outcomes merged as those of a read that needs no prefix; block ids are positions in `keys`."""
-        ids = list(range(len(asked.keys)))
-        read = ReadStorageTask(task_id=asked.task_id, keys=asked.keys, gpu_block_ids=ids, prefix=False)
-        merged = read.merge(outcomes)
-        return TaskResult(
-            task_id=asked.task_id,
-            status=merged.status,
-            block_ids=merged.block_ids,
-            ranks=merged.ranks,
-            error=merged.error,
-            bytes=merged.bytes,
-            duration=seconds,
-            generation=generation,
-            boot_id=self._boot_id,
-        )

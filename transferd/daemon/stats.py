@@ -222,10 +222,9 @@ def _held(now: float, each: Mapping[HostedEngine, DispatchStatistics]) -> list[r
 
 
 def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:
-    each = [engine.barrier.statistics() for engine in engines]
-    counts = {key: sum(getattr(one, key) for one in each) for key in ("open", "owing", "completed", "expired", "late")}
-    skew = [] if own is None else list(own.coordinator.skew_s)
-    return rows.BarrierReport(dead=[rank for one in each for rank in one.dead], skew_s=skew, **counts)
+    counts = sum((Counter(engine.barrier.statistics()) for engine in engines), Counter())
+    dead = [rank for engine in engines for rank in sorted(engine.barrier.dead)]
+    return rows.BarrierReport(dead=dead, skew_s=[] if own is None else list(own.coordinator.skew_s), **counts)
 
 
 def _host(engines: Engines, own: HostedEngine | None) -> rows.HostReport:

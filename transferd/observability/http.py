@@ -26,6 +26,7 @@ import h11
 import structlog
 
 from transferd.errors import ConfigError
+from transferd.runtime.aio import Timer
 from transferd.runtime.loop_turns import LoopTurns, Spent, loop_turns, now
 
 log = structlog.get_logger(__name__)
@@ -165,7 +166,7 @@ class _Connection(asyncio.Protocol):
         self._server = server
         self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
         self._transport: asyncio.Transport  # from connection_made on
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._answered = False
         self._peer = ""
         self._received = b""
@@ -177,7 +178,7 @@ class _Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's has the same methods but another base class
         host, port = (self._transport.get_extra_info("peername") or ("", 0))[:2]
         self._peer = f"{host}:{port}"
-        self._end_after(REQUEST_TIMEOUT_S)
+        self._timer.set(REQUEST_TIMEOUT_S, self.drop, "http_silent")
         self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
@@ -242,21 +243,15 @@ class _Connection(asyncio.Protocol):
         # Closing now would reset the connection while the client still sends, and the client would lose the answer.
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._end_after(LINGER_S)
+        self._timer.set(LINGER_S, self.drop)
 
     def eof_received(self) -> bool:
         return False  # close it
 
     def connection_lost(self, _: Exception | None) -> None:
         self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._server.closed(self)
-
-    def _end_after(self, seconds: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.drop, "http_silent")
 
     def drop(self, reason: str = "") -> None:
         """Close it now. reason: the reason to report, unless the request was already answered."""

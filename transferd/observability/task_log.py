@@ -57,8 +57,8 @@ class Ended(NamedTuple):
 
     at: float
     task_id: str
-    kind: str
-    status: str
+    kind: Lane
+    status: Status
     blocks: int  # how many the task names
     done: int  # moved on every rank
     nbytes: int
@@ -68,7 +68,7 @@ class Ended(NamedTuple):
     engine: str = DEFAULT_ENGINE
 
 
-Observer = Callable[[str, Task, TaskResult, Ran | None], None]  # engine, task, its answer, None if no rank began it
+Observer = Callable[[Ended, Task, Ran | None], None]  # Ran: None if no rank began it
 
 
 class TaskLog:
@@ -121,7 +121,7 @@ class TaskLog:
         if task.lane is Lane.READ and engine not in self._asking and result.status in _LOOKED_UP:
             self._count(engine, task.blocks, len(result.block_ids))
         for observer in self._observers:
-            observer(engine, task, result, ran)
+            observer(entry, task, ran)
 
     def looked_up(self, engine: str, blocks: int, found: int) -> None:
         """Count one look-up of so many blocks."""
@@ -174,21 +174,21 @@ class TaskMetrics:
         """engines: those that are there from the start."""
         self._engines = defaultdict(_all_kinds, {name: _all_kinds() for name in engines})
 
-    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        lane = self._engines[engine][task.lane]
-        took = lane.durations[result.status]
-        took[bisect_left(LATENCY_BUCKETS_S, result.duration)] += 1
-        took[-1] += result.duration
+    def ended(self, one: Ended, task: Task, ran: Ran | None) -> None:  # noqa: ARG002
+        lane = self._engines[one.engine][one.kind]
+        took = lane.durations[one.status]
+        took[bisect_left(LATENCY_BUCKETS_S, one.seconds)] += 1
+        took[-1] += one.seconds
         queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
-        for rank in result.ranks:
+        for rank in one.ranks:
             queue += rank.queue_s
             copy += rank.copy_s
             storage += rank.storage_s
         lane.stages["queue"] += queue
         lane.stages["copy"] += copy
         lane.stages["storage"] += storage
-        if result.error is not None and result.error.code == Status.EXPIRED:
-            lane.missed[_cause(result)] += 1
+        if one.error is not None and one.error.code == Status.EXPIRED:
+            lane.missed[_cause(one.ranks)] += 1
 
     def left(self, engine: str) -> None:
         for name, series in self._engines.pop(engine, {}).items():
@@ -221,9 +221,9 @@ def _all_kinds() -> dict[Lane, _Series]:
     return {lane: _Series() for lane in Lane}
 
 
-def _cause(result: TaskResult) -> str:
+def _cause(ranks: Sequence[RankResult]) -> str:
     """Why a task missed its deadline: one of MISSED. A rank that was left behind has reported no times."""
-    times = [(rank.queue_s, rank.copy_s, rank.storage_s) for rank in result.ranks]
+    times = [(rank.queue_s, rank.copy_s, rank.storage_s) for rank in ranks]
     if not times:
         return "queue"  # it never ran
     if (0.0, 0.0, 0.0) in times:
@@ -306,17 +306,17 @@ class Windows:
         self._forgotten = 0
         self._series: defaultdict[str, defaultdict[str, _Lately]] = defaultdict(lambda: defaultdict(_Lately))
 
-    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:  # noqa: ARG002
-        series = self._series[engine][task.lane]
+    def ended(self, one: Ended, task: Task, ran: Ran | None) -> None:  # noqa: ARG002
+        series = self._series[one.engine][one.kind]
         waited = 0.0
-        for rank in result.ranks:
+        for rank in one.ranks:
             if rank.storage_s > waited:
                 waited = rank.storage_s
-        time = _bucket(result.duration)
+        time = _bucket(one.seconds)
         wait = _bucket(waited) if waited else None
         for count in (series.slot(int(self._now())), series.minute):
             count.tasks += 1
-            count.nbytes += result.bytes
+            count.nbytes += one.nbytes
             count.times[time] = count.times.get(time, 0) + 1  # faster than +=
             if wait is not None:
                 count.waits[wait] = count.waits.get(wait, 0) + 1

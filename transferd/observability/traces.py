@@ -25,11 +25,11 @@ import msgspec
 import structlog
 
 from transferd.observability.report import TracesReport
-from transferd.observability.task_log import Ran
+from transferd.observability.task_log import Ended, Ran
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Crew
 from transferd.runtime.version import VERSION
-from transferd.tasks import RankResult, Status, Task, TaskResult
+from transferd.tasks import Status, Task
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -48,14 +48,9 @@ _NS = 1_000_000_000
 class _Answered(NamedTuple):
     """What the spans of a task say. Not the task: thousands of them may wait for a collector that does not answer."""
 
-    kind: str
+    task: Ended
     traceparent: str | msgspec.UnsetType
-    attributes: dict[str, str | int]
-    failed: str | None  # the message of its error; None if it is no error of ours
-    ranks: Sequence[RankResult]
-    duration: float
-    wall: float  # of the answer, seconds since the epoch
-    monotonic: float  # of the same moment
+    wall: float  # when it was answered, in seconds since the epoch
     ran: Ran | None
 
 
@@ -67,9 +62,7 @@ class Traces:
     failed: tasks that the collector did not accept.
     """
 
-    def __init__(
-        self, endpoint: str, sample: float, instance: str, *, wall: Callable[[], float], monotonic: Callable[[], float]
-    ) -> None:
+    def __init__(self, endpoint: str, sample: float, instance: str, *, wall: Callable[[], float]) -> None:
         """endpoint: a collector's URL, such as http://127.0.0.1:4318/v1/traces.
 
         sample: the share of tasks to trace among those without a traceparent.
@@ -77,7 +70,7 @@ class Traces:
         """
         self.exported = self.dropped = self.failed = 0
         self._endpoint, self._sample, self._instance = endpoint, sample, instance
-        self._wall, self._monotonic = wall, monotonic
+        self._wall = wall
         self._queue: queue.Queue[_Answered] = queue.Queue(MAX_WAITING)
         self._closing = threading.Event()
         self._thread = Crew("traces", 1)
@@ -94,15 +87,12 @@ class Traces:
         spans = SpanMaker(self._sample, self._instance)
         self._done = self._thread.run(lambda: self._run(spans))
 
-    def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
-        """A task of this engine was answered. Never blocks, never raises. An observer of the task log."""
+    def ended(self, one: Ended, task: Task, ran: Ran | None) -> None:
+        """A task was answered. Never blocks, never raises. An observer of the task log."""
         if self._queue.full():
             self.dropped += 1
-            return
-        failed = None if result.status not in _ERRORS else "" if result.error is None else result.error.message
-        said = _attributes(engine, task, result)
-        times = result.duration, self._wall(), self._monotonic(), ran
-        self._queue.put_nowait(_Answered(task.kind, task.traceparent, said, failed, result.ranks, *times))
+        else:
+            self._queue.put_nowait(_Answered(one, task.traceparent, self._wall(), ran))
 
     async def close(self) -> None:
         """Give the thread a second for what is queued, then abandon it: it uses no memory of the daemon's."""
@@ -185,22 +175,23 @@ class SpanMaker:
     def _add(self, one: _Answered) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
-        offset = _ns(one.wall) - _ns(one.monotonic)  # whole nanoseconds: rounding must not reorder times
-        began = offset + _ns(one.monotonic - one.duration if one.ran is None else one.ran.admitted)
+        task = one.task
+        offset = _ns(one.wall) - _ns(task.at)  # whole nanoseconds: rounding must not reorder times
+        began = offset + _ns(task.at - task.seconds if one.ran is None else one.ran.admitted)
         parent = {} if one.traceparent is msgspec.UNSET else {"traceparent": one.traceparent}
         root = self._tracer.start_span(
-            f"transferd.{one.kind}",
+            f"transferd.{task.kind}",
             self._propagator.extract(parent),  # without a valid traceparent, a new trace begins
             kind=SpanKind.SERVER,
-            attributes=one.attributes,
+            attributes=_attributes(task),
             start_time=began,
         )
-        if one.failed is not None:
-            root.set_status(StatusCode.ERROR, one.failed)
+        if task.status in _ERRORS:
+            root.set_status(StatusCode.ERROR, "" if task.error is None else task.error.message)
         if root.is_recording() and one.ran is not None:
             below, started = set_span_in_context(root), offset + _ns(one.ran.started)
             self._tracer.start_span("queue", below, start_time=began).end(started)
-            ranks = {rank.rank: rank for rank in one.ranks}
+            ranks = {rank.rank: rank for rank in task.ranks}
             for rank, arrived in one.ran.arrivals:
                 outcome = ranks.get(rank)
                 span = self._tracer.start_span(f"rank {rank}", below, start_time=started)
@@ -211,21 +202,21 @@ class SpanMaker:
                     if outcome.error is not None:
                         span.set_status(StatusCode.ERROR, outcome.error.message)
                 span.end(offset + _ns(arrived))
-        root.end(began + _ns(one.duration))
+        root.end(began + _ns(task.seconds))
 
 
-def _attributes(engine: str, task: Task, result: TaskResult) -> dict[str, str | int]:
+def _attributes(task: Ended) -> dict[str, str | int]:
     attributes: dict[str, str | int] = {
-        "transferd.engine": engine,
+        "transferd.engine": task.engine,
         "transferd.task_id": task.task_id,
-        "transferd.kind": task.kind,
-        "transferd.status": str(result.status),
+        "transferd.kind": str(task.kind),
+        "transferd.status": str(task.status),
         "transferd.blocks": task.blocks,
-        "transferd.blocks_moved": len(result.block_ids),
-        "transferd.bytes": result.bytes,
+        "transferd.blocks_moved": task.done,
+        "transferd.bytes": task.nbytes,
     }
-    if result.error is not None:
-        attributes["error.type"] = result.error.code
+    if task.error is not None:
+        attributes["error.type"] = task.error.code
     return attributes
 
 

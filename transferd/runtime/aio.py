@@ -154,6 +154,33 @@ async def in_turns(items: Iterable[T], each: int = 1000) -> AsyncIterator[T]:
             await asyncio.sleep(0)
 
 
+class Timer:
+    """At most one call that the running loop makes later. True while it waits."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self) -> None:
+        self._handle: asyncio.TimerHandle | None = None
+
+    def __bool__(self) -> bool:
+        return self._handle is not None
+
+    def set(self, seconds: float, do: Callable[..., object], *args: object) -> None:
+        """Call it so much later, in place of the call that waits."""
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = asyncio.get_running_loop().call_later(seconds, self._ring, do, *args)
+
+    def cancel(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _ring(self, do: Callable[..., object], *args: object) -> None:
+        self._handle = None
+        do(*args)
+
+
 class Paced:
     """Runs a coroutine on request, at most once in an interval, on one event loop. Runs never overlap.
 

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import structlog
 
+from transferd.runtime.aio import Timer
 from transferd.runtime.descriptors import most_connections
 from transferd.runtime.loop_turns import loop_turns, now
 from transferd.wire.connection import Door, Outbox, ZmtpConnection
@@ -73,7 +74,7 @@ class Acceptor:
         self._listening: list[tuple[sockets.socket, Door]] = []
         self._locks: list[EndpointLock] = []
         self._names = itertools.count(1)
-        self._resume: asyncio.TimerHandle | None = None
+        self._resume = Timer()
         self._shaking: dict[ZmtpConnection, float] = {}  # since when; their handshake has not ended; oldest first
         self.connections: dict[bytes, ZmtpConnection] = {}
         self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
@@ -144,13 +145,12 @@ class Acceptor:
                 if error.errno in _EXHAUSTED:
                     log.error("cannot accept connections", problem=error.strerror)
                     self._loop.remove_reader(listening.fileno())
-                    self._resume = self._loop.call_later(PAUSE_S, self._listen_again)
+                    self._resume.set(PAUSE_S, self._listen_again)
                     return
                 continue  # this one has gone already
             self._enter(accepted, address, door)
 
     def _listen_again(self) -> None:
-        self._resume = None
         for listening, door in self._listening:
             self._loop.add_reader(listening.fileno(), self._accept, listening, door)
 
@@ -212,8 +212,7 @@ class Acceptor:
 
     def close(self) -> None:
         """Send what was accepted (for at most LINGER_S), close everything, remove the socket files. Idempotent."""
-        if self._resume is not None:
-            self._resume.cancel()
+        self._resume.cancel()
         for listening, _ in self._listening:
             if not self._loop.is_closed():
                 self._loop.remove_reader(listening.fileno())

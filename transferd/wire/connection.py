@@ -13,8 +13,9 @@ import socket as sockets
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from transferd.runtime.aio import Timer
 from transferd.runtime.loop_turns import FRAMES, LoopTurns, Spent, now
 from transferd.wire.credentials import Credentials
 from transferd.wire.passing import ANCILLARY, MARK, TOKEN_BYTES, Descriptors, Passed
@@ -33,6 +34,9 @@ from transferd.wire.zmtp import (
     parse_command,
 )
 
+if TYPE_CHECKING:
+    from transferd.wire.curve_server import CurveCipher, CurveServer
+
 CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
 MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
 MOST_UNREAD_OF_ALL = 256 * 1024**2
@@ -41,35 +45,6 @@ JOINED = 64 * 1024  # bytes: less output than this is copied into one buffer, so
 MOST_PIECES = 64  # buffers per call for more output
 MOST_PONG = 16  # bytes of a PING's context
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
-
-
-class Mechanism(Protocol):
-    """The server's side of a handshake."""
-
-    name: bytes
-    done: bool  # it has ended well
-    key: bytes  # the peer's public key, if it has one
-
-    @property
-    def cipher(self) -> Cipher | None:
-        """How frames are encoded once the handshake is `done`; None if they are sent as they are."""
-        ...
-
-    def receive(self, body: bytes) -> bytes:
-        """The answer to a command of the peer. Raises ZmtpError, NotAllowed."""
-        ...
-
-
-class Cipher(Protocol):
-    """How a mechanism encodes and decodes every frame after the handshake."""
-
-    overhead: int  # bytes that it adds to a frame
-
-    def encode(self, flags: int, body: bytes) -> bytes: ...
-
-    def decode(self, flags: int, body: bytes | memoryview) -> tuple[int, bytes]:
-        """Raises ZmtpError."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +58,7 @@ class Door:
     received: Callable[[ZmtpConnection, int, bytes | memoryview], None]
     refusal: Callable[[Credentials | None], str] = lambda _: ""  # why a user may not enter, "" if he may
     observes: Callable[[Credentials | None], bool] = lambda _: False  # whether a user who enters here is an observer
-    curve: Callable[[], Mechanism] | None = None  # makes the handshake of an endpoint that needs keys
+    curve: Callable[[], CurveServer] | None = None  # makes the handshake of an endpoint that needs keys
     passes: bool = False  # whether peers of a unix socket may pass descriptors instead of a handshake
     observer_limit: int = 0  # the most bytes of an observer's frame
     unread: int = MOST_UNREAD  # the most bytes that may wait for one peer; a single message may be larger
@@ -190,15 +165,16 @@ class ZmtpConnection:
         self.unread = 0
         self._frames = Frames()
         self._greeted = False
-        self._cipher: Cipher | None = None
+        self._cipher: CurveCipher | None = None
         refusal = door.refusal(credentials)
-        self._mechanism: Mechanism = (
+        self._mechanism: Null | CurveServer = (
             Null(door.socket_type, door.permitted, refusal) if door.curve is None else door.curve()
         )
         self._out: deque[bytes | memoryview] = deque()
         self._new = False  # in the outbox's list
         self._events = 0  # IN while it reads; OUT while it waits until the socket can take more
-        self._patience: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_S, self._slow)
+        self._patience = Timer()
+        self._patience.set(HANDSHAKE_S, self._slow)
         self._watch(IN)
         self._put(greeting(self._mechanism.name, as_server=True))
 
@@ -369,9 +345,7 @@ class ZmtpConnection:
         limit = self.door.observer_limit if self.observer else self.door.limit
         self._frames.limit = limit if self._cipher is None else limit + self._cipher.overhead
         self.open = True
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
+        self._patience.cancel()
         self._acceptor.opened(self)
 
     def _slow(self) -> None:
@@ -489,8 +463,7 @@ class ZmtpConnection:
             return
         self._watch(0)  # so nothing is read or written from here on
         self.closed = True
-        if self._patience is not None:
-            self._patience.cancel()
+        self._patience.cancel()
         self._forget_unsent()
         self._sock.close()
         self._acceptor.ended(self)

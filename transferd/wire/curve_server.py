@@ -43,7 +43,7 @@ class CurveServer:
         """
         self.done = False
         self.key = b""
-        self.cipher: CurveCipher | None = None
+        self.cipher: CurveCipher | None = None  # for every frame, once `done`
         self._secret = secret
         self._metadata = properties({b"Socket-Type": socket_type, b"Identity": b""})
         self._permitted = permitted

@@ -11,6 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+from transferd.runtime.aio import Timer
+
 UNBUDGETED = 16 * 1024  # bytes: a smaller message needs no room
 MOST_RECEIVED = 256 * 1024**2  # bytes of larger messages that are arriving, of all peers
 STALLED_S = 10.0  # a message that others wait for must have arrived by then
@@ -70,7 +72,7 @@ class Room(Generic[R]):
         self._waiting: deque[tuple[R, int]] = deque()
         self._stalled = stalled
         self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
 
     @property
     def taken(self) -> int:
@@ -110,12 +112,11 @@ class Room(Generic[R]):
         self._taken[connection] = (size, self._loop.time())
 
     def _watch(self) -> None:
-        if self._timer is None and self._taken:
+        if self._taken and not self._timer:
             _, since = next(iter(self._taken.values()))
-            self._timer = self._loop.call_at(since + STALLED_S, self._look)
+            self._timer.set(since + STALLED_S - self._loop.time(), self._look)
 
     def _look(self) -> None:
-        self._timer = None
         if self._waiting:
             connection, (_, since) = next(iter(self._taken.items()))
             if self._loop.time() >= since + STALLED_S:
@@ -125,5 +126,4 @@ class Room(Generic[R]):
 
     def close(self) -> None:
         self._waiting.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()

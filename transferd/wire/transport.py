@@ -31,7 +31,8 @@ from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
     from transferd.wire.acceptor import Acceptor
-    from transferd.wire.connection import Door, Mechanism
+    from transferd.wire.connection import Door
+    from transferd.wire.curve_server import CurveServer
     from transferd.wire.passing import Descriptors
 
 
@@ -316,7 +317,7 @@ class ZmqServerTransport:
     def _listen(
         self,
         acceptor: Acceptor,
-        curve: Callable[[], Mechanism] | None,
+        curve: Callable[[], CurveServer] | None,
         key: str,
         endpoint: str,
         door: Door,
@@ -327,7 +328,7 @@ class ZmqServerTransport:
         door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
         return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
 
-    def _curve(self) -> Callable[[], Mechanism] | None:
+    def _curve(self) -> Callable[[], CurveServer] | None:
         """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""
         if self._config.curve is None:
             return None

@@ -63,7 +63,7 @@ class Oracle:
         world = self.world
         assert world.watch.conflicts == [], world.watch.conflicts
         assert len(world.watch) == 0, "somebody is still at work on memory"
-        assert world.daemon.default.barrier.statistics().open == 0, "a round is still open"
+        assert world.daemon.default.barrier.statistics()["open"] == 0, "a round is still open"
         owed = [f"push {seq} of {client!r}" for (client, seq), answers in self._owed.items() if answers]
         assert not owed, f"never answered: {owed}"
         raised = {FAULTS[kind]: count for kind, count in world.daemon.default.coordinator.effects_failed.items()}
@@ -142,7 +142,7 @@ class Oracle:
         daemon = self.world.daemon
         check_dispatcher(daemon.default.dispatcher)
         statistics, rounds = daemon.default.dispatcher.statistics(), daemon.default.barrier.statistics()
-        assert rounds.open == statistics.running, f"{rounds.open} rounds for {statistics.running} running tasks"
+        assert rounds["open"] == statistics.running, f"{rounds['open']} rounds for {statistics.running} running tasks"
         for worker in daemon.default.coordinator.workers:
             staging = worker.context.staging.statistics()
             assert staging["used"] <= staging["capacity"], staging

@@ -260,7 +260,7 @@ class Story:
     def dead(self) -> bool:
         """Whether a rank, or lost memory that a stuck copy still holds, serves nobody until the daemon is restarted."""
         daemon = self.world.daemon
-        return bool(daemon.default.barrier.statistics().dead) or "cannot be made again" in daemon.not_ready
+        return bool(daemon.default.barrier.dead) or "cannot be made again" in daemon.not_ready
 
     async def _everybody_is_connected(self) -> None:
         for engine in self.engines:
@@ -294,7 +294,7 @@ class Story:
         seen.update(self.world.log.dice.drawn)
         network = self.world.network
         seen["lose"], seen["duplicate"], seen["not_taken"] = network.lost, network.duplicated, network.refused
-        seen["late"] = self.world.daemon.default.barrier.statistics().late
+        seen["late"] = self.world.daemon.default.barrier.statistics()["late"]
         seen["rejects"] = sum(self.world.daemon.server.statistics().rejects.values())
         return seen
 

@@ -13,7 +13,6 @@ logged once, and then nothing is noted any more.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import struct
 import threading
@@ -28,7 +27,7 @@ from transferd.blocks.formats import key_digest
 from transferd.config import Config
 from transferd.daemon.kv_events.announcements import Block, Residency
 from transferd.errors import NoThreads
-from transferd.runtime.aio import answered
+from transferd.runtime.aio import Timer, answered
 from transferd.runtime.threads import Crew
 from transferd.storage.registry import backends_of
 from transferd.wire.kv_events import MEDIUM_STORAGE
@@ -75,7 +74,7 @@ class Remembered:
         self._generation = ""
         self._written = 0  # records in the file
         self._pending: list[Record] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()
         self._crew = Crew("transferd-announced", 1)
         self._broken = False
 
@@ -91,8 +90,8 @@ class Remembered:
         """Append these soon."""
         if records and not self._broken:
             self._pending += records
-            if self._timer is None:
-                self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._flush)
+            if not self._timer:
+                self._timer.set(EVERY_S, self._flush)
 
     def forget(self, generation: str) -> None:
         """Everything was retracted; what follows is of this generation."""
@@ -111,9 +110,7 @@ class Remembered:
         self._crew.close(0.0)
 
     def _flush(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._timer.cancel()
         pending, self._pending, generation = self._pending, [], self._generation
         if not pending or self._broken:
             return

@@ -40,6 +40,7 @@ import structlog
 
 from transferd.config.sections import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
+from transferd.runtime.aio import Timer
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.wire.acceptor import Acceptor
 from transferd.wire.connection import Door, ZmtpConnection
@@ -99,7 +100,7 @@ class EventSockets:
         self._first = int(self.clock.wall() * 1_000_000)  # the first batch's number
         self._sequence = self._first  # the next batch's number
         self._greeted = -GREET_EVERY_S  # when an empty batch was sent last, in monotonic seconds
-        self._greeting: asyncio.TimerHandle | None = None
+        self._greeting = Timer()
         self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
         # Peers in the order of their turns, and the replays that they have requested.
         self._replays: OrderedDict[ZmtpConnection, deque[_Replay]] = OrderedDict()
@@ -132,10 +133,10 @@ class EventSockets:
 
     def close(self) -> None:
         """Stop at once; subscribers have LINGER_S to read what was sent. Idempotent."""
-        for handle in (self._step, self._greeting):
-            if handle is not None:
-                handle.cancel()
-        self._step = self._greeting = None
+        if self._step is not None:
+            self._step.cancel()
+            self._step = None
+        self._greeting.cancel()
         self._replays.clear()
         for acceptor in (self._router, self._pub):
             if acceptor is not None:
@@ -176,12 +177,12 @@ class EventSockets:
         self._subscribed.pop(connection, None)
 
     def _greet_soon(self) -> None:
-        if self._greeting is None and not self._closed:
+        if not (self._greeting or self._closed):
             wait = self._greeted + GREET_EVERY_S - self.clock.monotonic()
-            self._greeting = asyncio.get_running_loop().call_later(max(0.0, wait), self._greet)
+            self._greeting.set(max(0.0, wait), self._greet)
 
     def _greet(self) -> None:
-        self._greeting, self._greeted = None, self.clock.monotonic()
+        self._greeted = self.clock.monotonic()
         self._send((), self.config.dp_rank)
 
     # --- new batches --------------------------------------------------------------------------------

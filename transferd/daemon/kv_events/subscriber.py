@@ -7,7 +7,6 @@ repeated after a while.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 
 import msgspec
@@ -19,6 +18,7 @@ from transferd.config.sections import PeerSection
 from transferd.daemon.kv_events.following import Follower
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
+from transferd.runtime.aio import Timer
 from transferd.runtime.descriptors import check_free
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.transport import Channel, set_common_options
@@ -79,7 +79,7 @@ class FollowedNode:
         self.follower = Follower(index, node, max_blocks, ask)
         self._channels: list[Channel] = []
         self._replay: Channel | None = None
-        self._again: asyncio.TimerHandle | None = None
+        self._again = Timer()
 
     def start(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         """Connect in the background. Raises ConfigError for an endpoint that libzmq rejects; then call `close`."""
@@ -111,9 +111,7 @@ class FollowedNode:
 
     def close(self) -> None:
         """Forget the node's announcements, and close the sockets. Idempotent."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        self._again.cancel()
         channels, self._channels, self._replay = self._channels, [], None
         for channel in reversed(channels):  # the socket before its monitor
             channel.close()
@@ -159,13 +157,7 @@ class FollowedNode:
             self._replay.check_soon()
 
     def _ask_again_later(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
-        self._again = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._unanswered)
-
-    def _unanswered(self) -> None:
-        self._again = None
-        self.follower.unanswered()
+        self._again.set(ASK_AGAIN_S, self.follower.unanswered)
 
 
 def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
