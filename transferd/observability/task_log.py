@@ -20,6 +20,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.observability.report import KindReport
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, Lane, RankResult, Status, Task, TaskResult
 
@@ -279,16 +280,9 @@ class _Lately:
             minute.waits -= gone.waits
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
-    """Tasks that ended lately. Rates are per second, over SHORT_S and LONG_S; quantiles over LONG_S, or None."""
+class Recent(KindReport):
+    """The rates and times of tasks that ended lately: over SHORT_S and LONG_S; quantiles over LONG_S, or None."""
 
-    tasks_per_s: float = 0.0
-    bytes_per_s: float = 0.0
-    tasks_per_s_1min: float = 0.0
-    bytes_per_s_1min: float = 0.0
-    p50_s: float | None = None
-    p99_s: float | None = None
     storage_p99_s: float | None = None  # the waits of the tasks that waited for storage
 
 
