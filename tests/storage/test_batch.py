@@ -1,4 +1,4 @@
-"""One store's state, what an indexed store does for other levels, and its statistics."""
+"""One store's state, what an index does for other levels, and its statistics."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 
 from tests.support.simulation.loop import SimLoop, simulate
 from transferd.errors import StorageError
-from transferd.storage.base import Item
-from transferd.storage.batch import PATIENCE_S, Damaged, LevelOrder, StoreBatch, bare, summary_of
+from transferd.storage.base import Index, Item
+from transferd.storage.batch import PATIENCE_S, Damaged, StoreBatch, bare, summary_of
 from transferd.storage.lru import LruIndex, Use
 
 
@@ -32,11 +32,12 @@ def test_a_store_waits_for_writes_that_make_room_and_once_not_for_longer_than_pa
     simulate(story, 1)
 
 
-class Store(LevelOrder):
+class Store(Index):
     """An index alone, with some objects of ten bytes."""
 
     def __init__(self, capacity: int, *names: str) -> None:
         self._index = LruIndex(capacity)
+        self.indexes = (self._index,)
         for name in names:
             assert self._index.reserve(name, 10, Use()) is not None
             self._index.commit(name)

@@ -1,10 +1,9 @@
-"""put_file of file_io.py: what it does to a file, and says of it. test_file_runs.py holds the extension to the same."""
+"""`put` of file_io.py: what it does to a file, and says of it. test_file_runs.py holds the extension to the same."""
 
 from __future__ import annotations
 
 import errno
 import mmap
-import os
 import random
 import resource
 import signal
@@ -14,9 +13,8 @@ import pytest
 
 from tests.storage.harness import skip_without_direct_io
 from tests.support.descriptors import open_below
-from transferd.storage.file_io import UNIT, put_file
+from transferd.storage.file_io import UNIT, CachedIO, DirectIO
 
-FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
 
 
@@ -30,11 +28,9 @@ def put(
     syncs: bool = False,
 ) -> None:
     """Put `content` at directory/to, by way of directory/temporary."""
-    data, whole, flags = memoryview(bytearray(content)), 0, FLAGS
-    if direct:
-        data, whole, flags = aligned(content), len(content) // UNIT * UNIT, FLAGS | os.O_DIRECT
-    temporary, path = str(directory / "temporary"), str(directory / to)
-    put_file(temporary, path, data, whole, flags, 0o640, allocates=allocates, syncs=syncs)
+    io, data = (DirectIO(), aligned(content)) if direct else (CachedIO(), memoryview(bytearray(content)))
+    io.preallocates = allocates
+    io.put(str(directory / "temporary"), str(directory / to), data, 0o640, syncs=syncs)
 
 
 def aligned(content: bytes) -> memoryview:

@@ -33,6 +33,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import enum
+import itertools
 import operator
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.keeping import Keeper
 from transferd.storage.levels.base import Levels
-from transferd.storage.lru import Use
-from transferd.storage.queues import UNSAVED, Noted, departures
+from transferd.storage.lru import LruIndex, Use
+from transferd.storage.queues import UNSAVED, Noted, departures, nobody, space_of
 from transferd.storage.selection import Selection
 from transferd.tasks import CopiesMade
 from transferd.tiers.base import HostMemory
@@ -159,30 +160,37 @@ async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
 
 
 class Index:
-    """Answers about a storage's objects without I/O. This default has no answer: callers must use `Storage.exists`.
+    """Answers about a storage's objects without I/O.
 
+    The defaults answer from `indexes`. Without any there is no answer, and callers must use `Storage.exists`.
+
+    indexes: of its places that work now, each with an order of eviction of its own.
     ranges: whether a part of an object can be read for about a part of the cost (`Item.span`).
     """
 
+    indexes: Sequence[LruIndex] = ()
     ranges = False
 
     @property
     def capacity(self) -> int | None:
         """Bytes that may be stored; None without a bound that is known here."""
-        return None
+        return sum(one.capacity for one in self.indexes) if self.indexes else None
 
     @property
     def free(self) -> int | None:
         """Bytes that can be stored without evicting any; None if that is not known here."""
-        return None
+        return sum(max(0, one.capacity - one.used) for one in self.indexes) if self.indexes else None
 
     @property
     def count(self) -> int | None:
         """Objects stored; None if it is not known here."""
-        return None
+        return sum(map(len, self.indexes)) if self.indexes else None
 
     def be_level(self, number: int, *, holds: bool) -> None:
         """Note that this is a level of storage. holds: stored objects stay until `release`, for the levels below."""
+        for one in self.indexes:
+            one.place, one.holds = number, holds
+            one.chains.place = None if holds else number
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         """Set the test for plausible objects, by name and length. Call it before `open`, which may find objects."""
@@ -211,17 +219,19 @@ class Index:
     def tell_departures(self, left: Callable[[str], None]) -> bool:
         """Call `left(name)`, on the event loop, in the very step in which a load stops finding an object.
 
-        KV events need it. Returns False, as the default does, if the backend cannot notice every departure (a pool
+        KV events need it. Returns False, as without `indexes`, if the backend cannot notice every departure (a pool
         shared with other nodes evicts on its own). If it returns True, `find` never returns None.
         """
         return self.observe(departures(left))
 
-    def observe(self, noted: Noted) -> bool:  # noqa: ARG002 - a default
+    def observe(self, noted: Noted) -> bool:
         """Call this for each object that is stored or leaves, on the event loop, in that very step.
 
-        Returns False, as the default does, if the backend cannot notice all of them.
+        Returns False, as without `indexes`, if the backend cannot notice all of them.
         """
-        return False
+        for one in self.indexes:
+            one.watchers.append(noted)
+        return bool(self.indexes)
 
     def trace(self, noted: Callable[[str], Noted], place: str) -> None:
         """`observe` with what `noted(place)` returns. For people. place: the name of the backend or level."""
@@ -229,19 +239,33 @@ class Index:
 
     def touch(self, items: Sequence[Item]) -> None:
         """Note that these were used, each at its use and depth. Does nothing if it keeps no order."""
+        for one in self.indexes:
+            for item in items:
+                if item.use is not None and (entry := one.get(item.name)) is not None:
+                    one.touch_one(entry, item.use, item.depth)
 
-    def hold(self, name: str, why: int = UNSAVED) -> int | None:  # noqa: ARG002 - a default
+    def hold(self, name: str, why: int = UNSAVED) -> int | None:
         """Do not evict this object until `release` for the same reason (queues.py).
 
         Returns its length, or None if it is not there, or cannot be held.
         """
+        for one in self.indexes:
+            if (entry := one.get(name)) is not None:
+                one.pin(entry, why)
+                return entry.nbytes
         return None
 
     def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
         """End a hold (by `hold`, or by a store in a level that holds). The object then counts as last used by `use`."""
+        for one in self.indexes:
+            if (entry := one.get(name)) is not None:
+                one.unpin(entry, use, why)
 
-    def owner_of(self, name: str) -> Hashable | None:  # noqa: ARG002 - a default
+    def owner_of(self, name: str) -> Hashable | None:
         """Who has stored this object; queues.py's `nobody` if it was found and not used since; None if it is absent."""
+        for one in self.indexes:
+            if (entry := one.get(name)) is not None:
+                return entry.owner if entry.touched else nobody(space_of(name))
         return None
 
     def place_of(self, name: str) -> StoreDirectory | None:  # noqa: ARG002 - a default
@@ -251,9 +275,11 @@ class Index:
     def hottest_first(self) -> Iterator[tuple[str, int]]:
         """Names and lengths of all objects, the last used first; empty if the backend has no index of them.
 
-        An object that is used or removed during the iteration may come twice, or not at all.
+        Several places take turns: no order is known between them. An object that is used or removed during the
+        iteration may come twice, or not at all.
         """
-        return iter(())
+        for each in itertools.zip_longest(*(one.hottest_first() for one in self.indexes)):
+            yield from ((one[0], one[1].nbytes) for one in each if one is not None)
 
 
 NO_INDEX = Index()

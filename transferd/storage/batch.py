@@ -1,18 +1,17 @@
-"""The state of one store or load of an indexed store (indexed.py), the store's statistics, and its part in levels."""
+"""The state of one store or load of an indexed store (indexed.py), and the store's statistics."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from transferd.errors import Closed, StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import Fill, Index, Item, Outcome
+from transferd.errors import StorageError, StorageFull, StorageUnavailable
+from transferd.storage.base import Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
-from transferd.storage.queues import UNSAVED, Noted, nobody, space_of
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
@@ -106,82 +105,6 @@ class StoreBatch:
         limit = PATIENCE_S if self.patient else None
         ended, _ = await asyncio.wait(self.waits, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         self.patient = bool(ended)
-
-
-class LevelOrder(Index):
-    """The part of an indexed store that other levels of storage need."""
-
-    backend: str
-    _index: LruIndex
-    _closed: bool
-
-    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        if use is None:  # not a use: the order of eviction stays
-            self._check_not_closed()
-            return [name in self._index for name in names]
-        self._check_open()
-        return self._index.find(names, use)
-
-    def _check_not_closed(self) -> None:
-        if self._closed:
-            raise Closed(f"{self.backend} storage is closed")
-
-    def _check_open(self) -> None:
-        """Raise Closed, or StorageUnavailable while no call can succeed."""
-        self._check_not_closed()
-        if problem := self.unusable():
-            raise StorageUnavailable(problem)
-
-    def unusable(self) -> str:
-        """See Storage."""
-        return ""
-
-    @property
-    def capacity(self) -> int:
-        return self._index.capacity
-
-    @property
-    def free(self) -> int:
-        return max(0, self._index.capacity - self._index.used)
-
-    @property
-    def count(self) -> int:
-        return len(self._index)
-
-    def be_level(self, number: int, *, holds: bool) -> None:
-        self._index.place, self._index.holds = number, holds
-        self._index.chains.place = None if holds else number
-
-    def observe(self, noted: Noted) -> bool:
-        self._index.watchers.append(noted)
-        return True
-
-    def touch(self, items: Sequence[Item]) -> None:
-        for item in items:
-            entry = self._index.get(item.name)
-            if entry is not None and item.use is not None:
-                self._index.touch_one(entry, item.use, item.depth)
-
-    def hold(self, name: str, why: int = UNSAVED) -> int | None:
-        entry = self._index.get(name)
-        if entry is None:
-            return None
-        self._index.pin(entry, why)
-        return entry.nbytes
-
-    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        entry = self._index.get(name)
-        if entry is not None:
-            self._index.unpin(entry, use, why)
-
-    def owner_of(self, name: str) -> Hashable | None:
-        entry = self._index.get(name)
-        if entry is None or entry.group is None:
-            return None
-        return entry.owner if entry.touched else nobody(space_of(name))
-
-    def hottest_first(self) -> Iterator[tuple[str, int]]:
-        return ((name, entry.nbytes) for name, entry in self._index.hottest_first())
 
 
 def is_whole(error: StorageError) -> bool:

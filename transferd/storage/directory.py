@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import os
 import stat
@@ -42,7 +41,7 @@ from transferd.storage import file_io
 from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
 from transferd.storage.batch import Damaged
 from transferd.storage.examine import Examination
-from transferd.storage.file_io import FULL, NO_DIRECT_IO, CachedIO, DirectIO, put_file
+from transferd.storage.file_io import FULL, NO_DIRECT_IO, WRITE_FLAGS, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
 from transferd.storage.home import DIRECTORY_MODE, Home
 from transferd.storage.journal import sync_directory
@@ -70,7 +69,6 @@ FILE_MODE = 0o640
 # How often to re-create a directory that another thread removes, because it is empty, at the same moment.
 DIRECTORY_TRIES = 100
 FEW_INODES = 10  # if less than this part of the inodes is free, empty directories go at once
-WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 ALL = (0, 2**62, 0)  # of an object, as _files.c counts what is wanted
 NEVER_READABLE = (errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 # Errors of a write if something lies in the place of its object, or of a directory on the way to it.
@@ -318,11 +316,9 @@ class ObjectDirectory:
 
     def _place(self, path: str, data: memoryview) -> None:
         """Write the object's file. Leaves no temporary file behind. Raises OSError."""
-        io, temporary = self._io, temporary_of(path, next(self._numbers))
-        put = functools.partial(put_file, temporary, path, data, io.direct_bytes(data.nbytes))
-        flags, allocates = WRITE_FLAGS | io.flags, io.preallocates
+        temporary = temporary_of(path, next(self._numbers))
         try:
-            self._within(path, lambda: put(flags, FILE_MODE, allocates=allocates, syncs=self._fsync))
+            self._within(path, lambda: self._io.put(temporary, path, data, FILE_MODE, syncs=self._fsync))
         except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

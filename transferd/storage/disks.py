@@ -15,11 +15,10 @@ import asyncio
 import errno
 import functools
 import hashlib
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from typing import Any, TypeVar
 
 import structlog
 
@@ -35,10 +34,10 @@ from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
 from transferd.storage.keeping import Keeper
-from transferd.storage.lent import chosen, chosen_drain, chosen_fill
-from transferd.storage.lru import Use
+from transferd.storage.lent import chosen, chosen_call
+from transferd.storage.lru import LruIndex, Use
 from transferd.storage.orders import OrderBook, families
-from transferd.storage.queues import STORED, UNSAVED, Noted
+from transferd.storage.queues import STORED, Noted
 from transferd.storage.running import RunningCalls
 from transferd.wire.answers import StoreDirectory
 
@@ -54,6 +53,9 @@ SUSPECT = (
     "storage_gone",
     "storage_unavailable",
 )  # codes after which a disk is tried
+
+
+C = TypeVar("C", Fill, Drainer)
 
 
 class Disk(FileStorage):
@@ -127,9 +129,8 @@ class Disks(Storage, Index):
         self._keeper = FilesKeeper(disks, self._book)
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
-        self._stores = (
-            RunningCalls()
-        )  # one that fails on a disk goes on on another, so a purge of each disk waits for all
+        # one that fails on a disk goes on on another, so a purge of each disk waits for all
+        self._stores = RunningCalls()
         chains = [disk.chains for disk in disks]
         for disk in disks:
             disk.share(self._book, self._keeper)
@@ -143,6 +144,10 @@ class Disks(Storage, Index):
     @property
     def _live(self) -> list[Disk]:
         return [disk for disk in self._all if not disk.lost]
+
+    @property
+    def indexes(self) -> Sequence[LruIndex]:  # type: ignore[override] # Index has them set once
+        return [index for disk in self._live for index in disk.indexes]
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -256,61 +261,24 @@ class Disks(Storage, Index):
 
     @property
     def capacity(self) -> int:
-        return sum(disk.capacity for disk in self._all)
-
-    @property
-    def free(self) -> int:
-        return sum(disk.free for disk in self._live)
-
-    @property
-    def count(self) -> int:
-        return sum(disk.count for disk in self._all)
-
-    def be_level(self, number: int, *, holds: bool) -> None:
-        for disk in self._all:
-            disk.be_level(number, holds=holds)
-
-    def touch(self, items: Sequence[Item]) -> None:
-        for disk in self._live:
-            disk.touch(items)
-
-    def hold(self, name: str, why: int = UNSAVED) -> int | None:
-        return next((nbytes for disk in self._live if (nbytes := disk.hold(name, why)) is not None), None)
-
-    def release(self, name: str, use: Use, why: int = UNSAVED) -> None:
-        for disk in self._live:
-            disk.release(name, use, why)
-
-    def owner_of(self, name: str) -> Hashable | None:
-        return next((disk.owner_of(name) for disk in self._live if disk.has(name)), None)
+        return sum(index.capacity for disk in self._all for index in disk.indexes)
 
     def place_of(self, name: str) -> StoreDirectory | None:
         return next((place for disk in self._live if (place := disk.place_of(name)) is not None), None)
-
-    def hottest_first(self) -> Iterator[tuple[str, int]]:
-        """In turn from each disk: no order is known between them."""
-        for each in itertools.zip_longest(*(disk.hottest_first() for disk in self._live)):
-            yield from (one for one in each if one is not None)
 
     def unusable(self) -> str:
         return "" if self._live else "every disk of the store has failed"
 
     async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-            return disk.store(chosen(chain, which), chosen_fill(fill, which), own)
-
-        chain = as_chain(items)
         with self._stores.of([item.name for item in items]):
-            outcomes = await uncancelled(self._spread(chain, call, slots, shared=fill is not None))
+            outcomes = await uncancelled(
+                self._spread(as_chain(items), lambda disk, *call: disk.store(*call), fill, slots)
+            )
         gone = Outcome(Found.FAILED, StorageUnavailable(f"{self.unusable()}: see the log, and repair them"))
         return [outcomes.get(i, gone) for i in range(len(items))]
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        def call(disk: Disk, which: Sequence[int], own: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-            return disk.load(chosen(chain, which), chosen_drain(drain, which), own)
-
-        chain = as_chain(items)
-        outcomes = await uncancelled(self._spread(chain, call, slots, shared=drain is not None))
+        outcomes = await uncancelled(self._spread(as_chain(items), lambda disk, *call: disk.load(*call), drain, slots))
         return [outcomes.get(i, MISSING) for i in range(len(items))]
 
     def _places(self, items: Sequence[Item], which: Sequence[int]) -> dict[Disk, list[int]]:
@@ -328,16 +296,16 @@ class Disks(Storage, Index):
     async def _spread(
         self,
         items: Sequence[Item],
-        call: Callable[[Disk, Sequence[int], Sequence[memoryview]], Awaitable[list[Outcome]]],
+        method: Callable[[Disk, Sequence[Item], C | None, Sequence[memoryview]], Awaitable[list[Outcome]]],
+        call: C | None,
         slots: Sequence[memoryview],
-        *,
-        shared: bool,
     ) -> dict[int, Outcome]:
-        """Make the calls, as many at a time as slots allow, and again on other disks if a disk fails.
+        """Store or load on each disk, as many at a time as slots allow, and again on other disks if a disk fails.
 
-        Returns outcomes by position; none if no disk works. shared: any slot serves any item; otherwise
+        Returns outcomes by position; none if no disk works. call: with it, any slot serves any item; otherwise
         slots[i] is that of item i.
         """
+        shared = call is not None
         outcomes: dict[int, Outcome] = {}
         todo = list(range(len(items)))
         while todo:
@@ -347,8 +315,10 @@ class Disks(Storage, Index):
             for start in range(0, len(disks), at_once):
                 some = disks[start : start + at_once]
                 own = [slots[k :: len(some)] if shared else chosen(slots, places[one]) for k, one in enumerate(some)]
-                calls = [call(disk, places[disk], mine) for disk, mine in zip(some, own, strict=True)]
-                works = [_answered(one, len(places[disk])) for one, disk in zip(calls, some, strict=True)]
+                works = [
+                    _answered(method(disk, chosen(items, which), chosen_call(call, which), mine), len(which))
+                    for disk, which, mine in zip(some, map(places.__getitem__, some), own, strict=True)
+                ]
                 for disk, answers in zip(some, await every(works), strict=True):
                     outcomes.update(zip(places[disk], answers, strict=True))
                     errors = [(i, answer.error) for i, answer in zip(places[disk], answers, strict=True)]

@@ -36,6 +36,7 @@ else:
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
+WRITE_FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # which prove nothing about a file system's abilities
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,9 +75,22 @@ class CachedIO:
         """Find out the file system's abilities. fd: an empty file in it, open for writing with `flags`."""
         self.preallocates = _has_fallocate(fd)
 
-    def direct_bytes(self, nbytes: int) -> int:  # noqa: ARG002 - a default
-        """How many of the first bytes of an object of this length go past the page cache when it is written."""
-        return 0
+    def put(self, temporary: str, path: str, data: memoryview, mode: int, *, syncs: bool) -> None:
+        """Write the object to a new file at `temporary`, and then rename that to `path`. Raises OSError.
+
+        mode: for `open`. syncs: wait for the medium before the file gets its name.
+        """
+        with opened(temporary, WRITE_FLAGS | self.flags | os.O_CREAT | os.O_EXCL, mode) as fd:
+            if self.preallocates and data.nbytes:
+                os.posix_fallocate(fd, 0, data.nbytes)
+            self._fill(fd, data)
+            if syncs:
+                os.fsync(fd)
+        os.rename(temporary, path)
+
+    def _fill(self, fd: int, data: memoryview, done: int = 0) -> None:
+        while done < data.nbytes:  # once, except on a nearly full disk
+            done += os.pwrite(fd, data[done:], done)
 
     def read(self, fd: int, data: memoryview) -> None:
         """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
@@ -104,8 +118,14 @@ class DirectIO(CachedIO):
             if error.errno not in FULL:
                 raise
 
-    def direct_bytes(self, nbytes: int) -> int:
-        return nbytes // UNIT * UNIT
+    def _fill(self, fd: int, data: memoryview, done: int = 0) -> None:
+        whole = data.nbytes // UNIT * UNIT
+        with unless_refused():
+            while done < whole and done % UNIT == 0:
+                done += os.pwrite(fd, data[done:whole], done)
+        if done < data.nbytes:
+            through_the_cache(fd)
+        super()._fill(fd, data, done)
 
     def read(self, fd: int, data: memoryview) -> None:
         whole, tail = data.nbytes // UNIT * UNIT, self._tail()
@@ -174,33 +194,3 @@ def _has_fallocate(fd: int) -> bool:
     if sys.platform != "linux":
         return False
     return bool(_libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(UNIT)) == 0) or ctypes.get_errno() in FULL
-
-
-def put_file(
-    temporary: str, path: str, data: memoryview, direct: int, flags: int, mode: int, *, allocates: bool, syncs: bool
-) -> None:
-    """Write the object to a new file at `temporary`, and then rename that to `path`. Raises OSError.
-
-    direct: how many of the first bytes go past the page cache, a multiple of UNIT.
-    flags, mode: for `open`.
-    allocates: allocate the file's blocks first.
-    syncs: wait for the medium before the file gets its name.
-    """
-    with opened(temporary, flags | os.O_CREAT | os.O_EXCL, mode) as fd:
-        if allocates and data.nbytes:
-            os.posix_fallocate(fd, 0, data.nbytes)
-        _fill(fd, data, direct, flags)
-        if syncs:
-            os.fsync(fd)
-    os.rename(temporary, path)
-
-
-def _fill(fd: int, data: memoryview, direct: int, flags: int) -> None:
-    done = 0
-    with unless_refused():
-        while done < direct and done % UNIT == 0:
-            done += os.pwrite(fd, data[done:direct], done)
-    if flags & os.O_DIRECT and done < data.nbytes:
-        through_the_cache(fd)
-    while done < data.nbytes:  # once, except on a nearly full disk
-        done += os.pwrite(fd, data[done:], done)

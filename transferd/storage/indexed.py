@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from transferd.errors import StillRunning, StorageError, StorageFull
+from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import answered, at_once, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
@@ -48,6 +48,7 @@ from transferd.storage.base import (
     Drainer,
     Fill,
     Found,
+    Index,
     Item,
     Outcome,
     Storage,
@@ -56,7 +57,6 @@ from transferd.storage.base import (
 from transferd.storage.batch import (
     Answer,
     Damaged,
-    LevelOrder,
     Read,
     ReadRun,
     StoreBatch,
@@ -77,7 +77,7 @@ NO_SLOT = memoryview(b"")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
-class IndexedStorage(LevelOrder, Storage):
+class IndexedStorage(Index, Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.
@@ -95,6 +95,7 @@ class IndexedStorage(LevelOrder, Storage):
     ) -> None:
         self._now = now
         self._index = LruIndex(capacity, now=now)
+        self.indexes = (self._index,)
         self.chains = self._index.chains
         self.index_keeper = IndexKeeper(self._index, self)
         self._capacity = capacity  # the configured one
@@ -167,6 +168,23 @@ class IndexedStorage(LevelOrder, Storage):
     async def exists(self, names: Sequence[str]) -> list[bool]:
         """Look the names up in the index. This counts as a use: usually a load follows, or a store is skipped."""
         return self.find(names, Use())
+
+    def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        if use is None:  # not a use: the order of eviction stays
+            self._check_not_closed()
+            return [name in self._index for name in names]
+        self._check_open()
+        return self._index.find(names, use)
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise Closed(f"{self.backend} storage is closed")
+
+    def _check_open(self) -> None:
+        """Raise Closed, or StorageUnavailable while no call can succeed."""
+        self._check_not_closed()
+        if problem := self.unusable():
+            raise StorageUnavailable(problem)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
@@ -552,18 +570,22 @@ class IndexedStorage(LevelOrder, Storage):
     # --- purges (keeping.py) ------------------------------------------------------------------------
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
         now = self._now()
         return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         unread = self._traffic.reads.without([victim.name for victim in gone])
         return asyncio.shield(self._stuck.remove(gone, after=unread))
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
+        """The same of bad objects that fit, which are in no index and could not be put aside yet."""
         return asyncio.shield(self._stuck.remove_bad(fits))
 
     async def at_end(self) -> None:
+        """Wait for the stores and removals that run now, in whichever place of the store."""
         await self._effects.ended(self.stores.ends)
 
     def _is_small(self, items: Sequence[Item]) -> bool:

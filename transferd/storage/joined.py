@@ -17,6 +17,8 @@ Loads are joined where they cost more than a copy in memory, and stores where th
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 from asyncio import CancelledError, Future, get_running_loop
 from collections import Counter
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from transferd.errors import StorageError, TransferError
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import uncancelled
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import (
     EXISTS,
@@ -44,7 +46,7 @@ from transferd.storage.base import (
     Storage,
     added,
 )
-from transferd.storage.lent import Lent, chosen, chosen_drain, lent_by
+from transferd.storage.lent import Lent, chosen, chosen_call, lent_by
 from transferd.tiers.base import INLINE_BYTES
 
 FOLLOW_S = 2.0  # far longer than a load that moves its bytes
@@ -54,35 +56,31 @@ _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "erro
 Load = Callable[[Sequence[Item], Drainer | None, Sequence[memoryview]], Awaitable[list[Outcome]]]
 
 
+@dataclass(slots=True, eq=False)
 class Rider:
-    """One object that another call loads.
+    """One object that another call loads. position: in the call that `drain` is of."""
 
-    answer: the outcome; None if the rider must load the object itself.
-    drain, slot: as in a load of the object alone; one of them is None.
-    """
-
-    __slots__ = ("_drain", "_position", "_slot", "answer", "taken")
-
-    def __init__(self, drain: Drainer | None, position: int, slot: memoryview | None) -> None:
-        self.answer: Future[Outcome | None] = get_running_loop().create_future()
-        self.taken: Outcome | None = None  # set by the thread that gave it the bytes
-        self._drain, self._position, self._slot = drain, position, slot
-
-    @property
-    def wanted(self) -> bool:
-        return self._drain is None or self._drain.wanted
+    drain: Drainer
+    position: int
+    # the outcome; None if the rider must load the object itself
+    answer: Future[Outcome | None] = field(default_factory=lambda: get_running_loop().create_future())
+    taken: Outcome | None = None  # set by the thread that gave it the bytes
 
     def take(self, data: memoryview) -> None:
         """Take the bytes, in any thread."""
-        if self._drain is not None:
-            self.taken = FOUND if self._drain(self._position, data) else LEFT
-        elif self._slot is not None:
-            np.copyto(np.asarray(self._slot), np.asarray(data))
-            self.taken = FOUND
+        self.taken = FOUND if self.drain(self.position, data) else LEFT
 
-    def end(self, outcome: Outcome | None) -> None:
-        if not self.answer.done():
-            self.answer.set_result(outcome)
+
+@dataclass(slots=True)
+class _ToSlots:
+    """The drain of a call that wants its objects in its slots."""
+
+    _slots: Sequence[memoryview]
+    wanted: bool = True
+
+    def __call__(self, i: int, data: memoryview, /) -> bool:
+        np.copyto(np.asarray(self._slots[i]), np.asarray(data))
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +122,7 @@ class SharedDrain:
 
     @property
     def wanted(self) -> bool:
-        return self._drain.wanted or any(rider.wanted for flight in self._led for rider in flight.waiting)
+        return self._drain.wanted or any(rider.drain.wanted for flight in self._led for rider in flight.waiting)
 
     def __call__(self, i: int, data: memoryview, /) -> bool:
         flight = self._led[i]
@@ -167,24 +165,17 @@ class SingleFlight:
         slots: Sequence[memoryview],
     ) -> list[Outcome]:
         """A call that follows others, and perhaps leads as well."""
-        outcomes: dict[int, Outcome | None] = {}
-        late: list[Future[None]] = []
-
-        async def lead() -> None:
-            led_outcomes = await self._lead(led, drain, slots)
-            if isinstance(led_outcomes, Outcomes):
-                late.append(led_outcomes.returned)
-            outcomes.update(zip((flight.position for flight in led), led_outcomes, strict=True))
-
-        async def follow() -> None:
-            for position, rider in followed:
-                outcomes[position] = await rider.answer
-
-        await every([lead(), follow()])
+        try:
+            own = await self._lead(led, drain, slots)
+        finally:  # until then, other calls write to its slots
+            await asyncio.wait([rider.answer for _, rider in followed])
+        late = [own.returned] if isinstance(own, Outcomes) else []
+        outcomes: dict[int, Outcome | None] = {position: rider.answer.result() for position, rider in followed}
+        outcomes.update(zip((flight.position for flight in led), own, strict=True))
         again = [position for position, _ in followed if outcomes[position] is None]
         if again:
-            own = slots if drain is not None else chosen(slots, again)
-            rest = await self.run(chosen(items, again), chosen_drain(drain, again), own)
+            free = slots if drain is not None else chosen(slots, again)
+            rest = await self.run(chosen(items, again), chosen_call(drain, again), free)
             outcomes.update(zip(again, rest, strict=True))
             if isinstance(rest, Outcomes):
                 late.append(rest.returned)
@@ -203,7 +194,7 @@ class SingleFlight:
                 flight = self._by_object[key] = Flight(item, position, now)
                 led.append(flight)
                 continue
-            rider = Rider(drain, position, slots[position] if drain is None else None)
+            rider = Rider(drain or _ToSlots(slots), position)
             flight.board(rider)
             followed.append((position, rider))
             self.joined += 1
@@ -243,23 +234,16 @@ class SingleFlight:
             for flight, outcome, slot in zip(led, outcomes, slots, strict=True)
             if slot is not None and outcome.found is Found.FOUND and flight.waiting
         ]
-        problem: Outcome | None = None
-        broken = False
+        nbytes = sum(flight.item.nbytes * len(flight.waiting) for flight, _ in late)
         try:
-            if not late:
-                return
-            if sum(flight.item.nbytes * len(flight.waiting) for flight, _ in late) <= self._inline_bytes:
+            if nbytes <= self._inline_bytes:
                 _serve(late)
             else:
-                await self._threads.run(Direction.IN, functools.partial(_serve, late), "copies of a shared load")
-        except BaseException as error:
-            problem, broken = _failed(error), True
-            if not isinstance(error, TransferError):
-                raise
+                with contextlib.suppress(TransferError):  # the riders load their objects themselves
+                    await self._threads.run(Direction.IN, functools.partial(_serve, late), "copies of a shared load")
         finally:
             for flight, outcome in zip(led, outcomes, strict=True):
-                if flight.riders:
-                    self._answer(flight, problem if broken and flight.waiting else outcome)
+                self._answer(flight, outcome)
 
     def _answer(self, flight: Flight, outcome: Outcome | None) -> None:
         for rider in flight.riders:
@@ -269,10 +253,10 @@ class SingleFlight:
             elif outcome is STORED:
                 answer = EXISTS
             elif self._loads and outcome in (FOUND, LEFT):
-                answer = None  # it began to ride just after the leader's thread had finished, or the leader dropped it
+                answer = None  # it came after the leader's thread had finished, or the leader dropped the bytes
             if answer is not None:
                 self.counts[_COUNTED_AS.get(answer.found, "")] += 1
-            rider.end(answer)
+            rider.answer.set_result(answer)
 
 
 class JoinedStorage(FrontStorage):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from transferd.storage.base import Drainer, Fill
 
 S = TypeVar("S")
+C = TypeVar("C", Fill, Drainer)
 
 
 class Lent(NamedTuple):
@@ -38,14 +39,9 @@ def chosen(each: Sequence[S], which: Sequence[int]) -> list[S]:
     return [each[i] for i in which]
 
 
-def chosen_fill(fill: Fill | None, which: Sequence[int]) -> Fill | None:
-    """The `fill` of a call for `chosen` items."""
-    return fill and _ChosenCall(fill, which)
-
-
-def chosen_drain(drain: Drainer | None, which: Sequence[int]) -> Drainer | None:
-    """The `drain` of a call for `chosen` items."""
-    return drain and _ChosenCall(drain, which)
+def chosen_call(call: C | None, which: Sequence[int]) -> C | None:
+    """The Fill or the Drainer of a call for `chosen` items."""
+    return call and cast("C", _ChosenCall(call, which))
 
 
 class _ChosenCall:

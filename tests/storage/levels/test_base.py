@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from transferd.storage.base import Index, PoolNode, Storage
-from transferd.storage.divided import DividedLevels, DividedStorage
+from transferd.storage.divided import DividedStorage
 from transferd.storage.levels.base import Levels
 from transferd.storage.levels.stack import LevelsStorage
 
@@ -24,7 +24,7 @@ def test_no_method_stands_in_two_contracts(contract: type) -> None:
 
 def test_a_block_of_several_objects_has_levels_as_one_object_has() -> None:
     abstract = {name for name in vars(Levels) if not name.startswith("_")}
-    for made in (LevelsStorage, DividedLevels):
+    for made in (LevelsStorage, DividedStorage):
         assert not inspect.isabstract(made)
         assert {name for name in abstract if name in vars(made)} == abstract
     asked = {"find", "stored", "look", "tell_departures"}

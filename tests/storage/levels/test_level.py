@@ -103,3 +103,12 @@ def test_the_first_use_counts_above_a_remote_level_and_the_second_above_files() 
     assert (FileStorage.promotes_at, Disks.promotes_at, MooncakeStorage.promotes_at) == (2, 2, 1)
     assert (promote(2), promote(1)) == (2, 1)
     assert (promote(2, 0), promote(1, 3)) == (0, 3)
+
+
+async def test_a_level_that_is_closed_has_nothing() -> None:
+    """A disk that fails while levels close loses its objects, and whoever is told asks what the others have."""
+    one = StoreLevel(0, "memory", MemoryStorage(memory_config(10)), LevelSection(), Time())
+    await one.storage.open()
+    one.opened()
+    await one.storage.close()
+    assert one.find(["a"]) == [False]

@@ -65,6 +65,7 @@ class Judge:
     started: dict[str, float]  # when the latest store of a key began
     own: dict[str, float]  # and the latest that went well
     found_at: float
+    born: float  # when this life began
     pinned: set[str]  # keys that were ever pinned
     purged_at: dict[str, float]
 
@@ -82,6 +83,12 @@ class Judge:
             }
         storage = self.storage.all_levels[0].storage if isinstance(self.storage, LevelsStorage) else self.storage
         return {key for key, name in self.names.items() if storage.index.find([name], None) == [True]}
+
+    def shown(self, level: str) -> set[str]:
+        """The keys of objects in a level that no purge has hidden from this node."""
+        storage = self.storage
+        hidden = storage.all_levels[-1].hidden if level == "object" and isinstance(storage, LevelsStorage) else ()
+        return {key for key in self.where(level) if self.names[key] not in hidden}
 
     def left(self, key: str, since: float) -> bool:
         """Whether a disk or the bucket had an object, and lost it since, or went away with it."""
@@ -228,6 +235,25 @@ class Judge:
         only = {key for key in places if not any(key in one for one in others) and not self.left(key, began)}
         assert len(only) <= alone, f"drain: {name} says {alone} alone, and {sorted(only)} are nowhere else"
 
+    def check_leaving(self, name: str, began: float, there: set[str]) -> None:
+        """A drain has ended. there: what the level had when it began, or was being stored."""
+        stored = [key for key in self.where(name) - there if self.started.get(key, -1.0) > began and name == "memory"]
+        assert not stored, f"drain: {sorted(stored)} were stored in {name}, which was being taken out"
+
+    def check_forgotten(self, name: str, began: float) -> None:
+        """A level was put back, from `began` on: what a bucket said before counts no more."""
+        if isinstance(self.storage, LevelsStorage) and name == "object":
+            hints = [self.storage.all_levels[-1].hint(one) for one in self.names.values()]
+            old = [hint for hint in hints if hint is not None and hint.at < began]
+            assert not old, f"use: the bucket was put back, and {len(old)} of its old answers are believed"
+
+    def check_held(self) -> None:
+        """What memory is to hand down stays there until that is done: only a purge removes it before."""
+        storage, purged = self.storage, any(at >= self.born for at in self.purged_at.values())
+        if isinstance(storage, LevelsStorage) and self.shape in ("mb", "md", "mdd") and not purged:
+            gone = storage.all_levels[-1].lost["gone"]
+            assert not gone, f"copies: {gone} objects have left memory before their copies were made"
+
     def check_refused(self) -> None:
         """A bucket that refuses is not hammered."""
         times = self.bucket.refused
@@ -252,7 +278,7 @@ class Judge:
             assert not self.storage.unsaved, f"rest: copies of {sorted(self.storage.unsaved)} wait"
             assert not self.storage._promotions.buffers.taken, "rest: buffers of promotions are in use"
         for above, below in zip(self.levels, self.levels[1:], strict=False):
-            lacking = self.where(above) - self.where(below)
+            lacking = self.where(above) - self.shown(below)
             room = below == "object" or len(self.where(below)) < self.objects["d"] - 1
             assert not lacking or not room, f"rest: {below} lacks {sorted(lacking)}, which {above} has"
 

@@ -128,7 +128,7 @@ class Node(Judge):
         for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
             if medium.away or medium.hangs:
                 medium.come_back("same")
-        self.found_at = self.loop.time()
+        self.found_at = self.born = self.loop.time()
         self.crews.clear()
         self.storage = self.build()
         self.present.clear()

@@ -42,6 +42,7 @@ MEDIA = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a seed waits f
 STORE_S, SHARED_S, HURRY_S = 20.0, 30.0, 0.03
 LOOK_S = 20.0  # between the daemon's looks at its health, which cost a third of a seed each second
 CALM_S = 100.0  # after which every copy has been made, or was given up for good
+USED_S = 1.0  # after which each level knows of a use
 REST_S = 30.0  # for which nothing is written then
 ACTIONS = {
     "store": 30, "hand_over": 9, "read": 18, "prefetch": 3, "pin": 5, "unpin": 1, "purge": 7, "drain": 2, "use": 3,
@@ -67,6 +68,8 @@ class Story(Node):
         self.purged: set[str] = set()
         self.purged_in_part: set[str] = set()  # of these, while a disk was away: a kill may forget it
         self.storing: Counter[str] = Counter()
+        self.users: dict[str, set[str]] = {key: set() for key in self.keys}  # which engines have asked for each
+        self.loaded: dict[str, float] = {}  # when each was read the last time
         self.working: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Counter[str]:
@@ -121,6 +124,9 @@ class Story(Node):
             else:
                 self.working.add(self.loop.create_task(self._may_fail(what, work)))
                 await asyncio.sleep(0)  # it begins
+                if what == "drain" and self.chance.random() < 0.5:
+                    await asyncio.sleep(0.003)  # the level is leaving
+                    self.working.add(self.loop.create_task(self._may_fail("store", self._store())))
         for task in [task for task in self.working if task.done()]:
             self.working.discard(task)
             task.result()
@@ -163,6 +169,7 @@ class Story(Node):
         self.present.update(self.names[key] for key in keys)  # it may leave before the answer
         for key, block in zip(keys, own, strict=True):
             blocks.fill(block, key)
+            self.users[key].add(engine)
             self.purged.discard(key)
             self.started[key] = began
             self.storing[key] += 1
@@ -205,6 +212,8 @@ class Story(Node):
         if own is None:
             return
         life, reading = self.lives, Reading(keys, self)
+        for key in keys:
+            self.users[key].add(engine)
         self.tasks += 1
         task = ReadStorageTask(
             task_id=f"r{self.tasks}", keys=list(keys), gpu_block_ids=own, prefix=False, timeout=SHARED_S
@@ -219,6 +228,7 @@ class Story(Node):
             self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
         for key, block in zip(keys, own, strict=True):
             if block in result.block_ids:
+                self.loaded[key] = self.loop.time()
                 assert blocks.holds(block, key), f"bytes: {key} has others"
                 gone = key in forbidden and key in self.purged
                 assert not gone, f"purge: {key} was purged, never stored again, and is read"
@@ -251,7 +261,10 @@ class Story(Node):
         return None
 
     async def prefetch(self, keys: Sequence[str]) -> None:
-        result = await self.clients[self.chance.choice(ENGINES)].prefetch(keys, to="memory", timeout=SHARED_S)
+        engine = self.chance.choice(ENGINES)
+        for key in keys:
+            self.users[key].add(engine)
+        result = await self.clients[engine].prefetch(keys, to="memory", timeout=SHARED_S)
         self.seen["prefetched"] += len(result.block_ids)
 
     def harmed(self) -> None:
@@ -296,6 +309,8 @@ class Story(Node):
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
             known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
+            used = {key for key in gone if self.found_at < self.loaded.get(key, -1.0) < began - USED_S}
+            known |= {key for key in used if self.users[key] == {engine} and not self.drained}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         self.check_purged(gone, aside, missed)
@@ -311,6 +326,7 @@ class Story(Node):
 
     async def drain(self, name: str) -> None:
         began, life = self.loop.time(), self.lives
+        there = self.where(name).union(key for key, count in self.storing.items() if count)
         self.harmed()
         self.drained.add(name)
         try:
@@ -321,6 +337,7 @@ class Story(Node):
         returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
         if life == self.lives and name in self.drained and name != "object" and not returned:
             self.check_alone(name, began, change.objects)
+            self.check_leaving(name, began, there)
 
     def _use(self) -> Any:
         return functools.partial(self.use, sorted(self.drained))
@@ -332,17 +349,22 @@ class Story(Node):
                 for one in list(self.bucket.objects):
                     self.bucket.forget(one)
             self.drained.discard(name)
+            began = self.loop.time()
             await self.clients["a"].use_level(name)
+            self.check_forgotten(name, began)
             self.found_at = max(self.found_at, self.loop.time())
 
     def _kill(self) -> Any:
         return self.again
 
     async def again(self, *, clean: bool | None = None) -> None:
+        self.check_held()
         await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
         await every(self.working)
         for one in (self.working, self.storing, self.reading, self.drained):
             one.clear()
+        for users in self.users.values():
+            users.clear()
         self.purged -= self.purged_in_part
         self.purged_in_part.clear()
         if "b" in self.shape:  # what a bucket keeps of purges is hidden for a life

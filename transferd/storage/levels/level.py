@@ -9,7 +9,7 @@ from typing import Any
 
 from transferd.blocks.formats import quote_part
 from transferd.config import LevelSection
-from transferd.errors import StorageError
+from transferd.errors import Closed, StorageError
 from transferd.storage.base import FOUND, Found, Item, Outcome, Storage
 from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
@@ -261,10 +261,10 @@ class StoreLevel:
                 del self.stuck[name]
 
     def find(self, names: Sequence[str], use: Use | None = None) -> list[bool] | None:
-        """The answer of its index (`Index.find`). A level that cannot be read has nothing."""
+        """The answer of its index (`Index.find`). A level that cannot be read, or is closed, has nothing."""
         try:
             return self.storage.index.find(names, use)
-        except StorageError:
+        except (StorageError, Closed):  # another level may lose objects after this one was closed
             return [False] * len(names)
 
     def has(self, names: Sequence[str]) -> list[bool | None]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes
-from transferd.storage.lent import chosen, chosen_fill
+from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.write_back import Unsaved, WriteBack
@@ -186,7 +186,7 @@ class _Store:
             for i in todo:
                 self._outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(f"{level.name}: {why}")))
             return list(todo)
-        make = chosen_fill(self._fill, which)
+        make = chosen_call(self._fill, which)
         slots = self._slots if self._fill is not None else chosen(self._slots, which)
         if self._fill is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
