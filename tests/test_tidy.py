@@ -26,9 +26,9 @@ ABOVE_ALL = ["__init__", "__main__"]  # the public names, and `python -m transfe
 
 # A client is imported into the engine's process: it may know the wire and the shared memory, nothing else.
 CLIENT_MAY_IMPORT = {
-    "client", "wire", "errors", "tasks", "config", "runtime.clock", "runtime.compat", "runtime.descriptors",
-    "blocks.keys", "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered", "tiers.cuda.engine",
-    "observability.recorder",
+    "client", "wire", "errors", "tasks", "config", "runtime.aio", "runtime.clock", "runtime.compat",
+    "runtime.descriptors", "blocks.keys", "blocks.fingerprint", "tiers.segment", "tiers.owner", "tiers.offered",
+    "tiers.cuda.engine", "observability.recorder",
 }  # fmt: skip
 
 LONGEST_FILE = 600

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from transferd.observability.task_log import LONG_S, SHORT_S, Recent, TaskLog, Windows
+from transferd.observability.report import KindReport
+from transferd.observability.task_log import LONG_S, SHORT_S, TaskLog, Windows
 from transferd.runtime.clock import Clock
 from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -51,7 +52,7 @@ def test_a_burst_is_in_the_short_window_for_ten_seconds_and_in_the_long_one_for_
     assert recent.tasks_per_s == 0
     assert recent.tasks_per_s_1min == pytest.approx(1, rel=0.02)
     world.now += 50
-    assert world.windows.recent() == Recent()
+    assert world.windows.recent() == KindReport()
     assert not world.windows._series, "what has left is forgotten"
 
 
@@ -126,4 +127,4 @@ def test_the_kept_sum_of_a_minute_equals_a_fresh_sum_of_all_tasks(seed: int) -> 
             times = sorted(one[1] for one in found)
             assert recent.p50_s == pytest.approx(times[math.ceil(len(times) / 2) - 1], rel=0.1)
         else:
-            assert recent == Recent()
+            assert recent == KindReport()

@@ -22,6 +22,7 @@ from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
 from transferd.errors import RequestError, TransferError
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, convert
 from transferd.tasks import (
@@ -207,7 +208,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
             for number, endpoint in enumerate(endpoints)
         ]
         self._ranks: list[range] = []  # one range per node
-        self._running: set[asyncio.Task[TaskResult]] = set()
+        self._running = Background()
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -240,8 +241,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     async def close(self) -> None:
         """Disconnect from every node. Pending results end with code `closed`. Idempotent."""
         await asyncio.gather(*(client.close() for client in self.clients))
-        if self._running:
-            await asyncio.wait(self._running)
+        await self._running.settled()
 
     async def _check(self) -> None:
         """Learn each node's ranks; check that they are consecutive and that all nodes match.
@@ -316,10 +316,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         self._check_connected()
         began = self._clock.monotonic()
         pushed = await asyncio.gather(*(client.push(task) for client in self.clients))
-        running = asyncio.get_running_loop().create_task(self._joined(task, pushed, began))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        return asyncio.shield(running)
+        return asyncio.shield(self._running.begin(self._joined(task, pushed, began)))
 
     async def _joined(self, task: Task, pushed: Sequence[asyncio.Future[TaskResult]], began: float) -> TaskResult:
         waiting, taken_back = set(pushed), False

@@ -107,23 +107,21 @@ class CacheMemory:
     epochs: always rising; shared by all engines.
     """
 
-    workers: Sequence[RankWorker]
     core: Coordinator
     creator: Creator
     tokens: TokenStorage | None
     next_generation: Callable[[], str]
     epochs: Iterator[int]
-    now: Callable[[], float]
 
     def __post_init__(self) -> None:
         self.epoch = next(self.epochs)
         self.cleared: ErrorInfo | None = None  # why the cache has no memory, and waits for `restore`
         self.core.withdraws = self.lost
-        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(self.workers)]
+        self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(self.core.workers)]
         self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
         self._changes: set[asyncio.Task[Any]] = set()
-        self._mappings = Mappings(len(self.workers), self.core.mappings, self.now)
+        self._mappings = Mappings(len(self._ranks), self.core.mappings, self.core.clock.monotonic)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closing = asyncio.Event()

@@ -258,13 +258,11 @@ class HostedEngine:
     def _build_cache(self) -> CacheMemory:
         file = self.config.storage.version_file
         return CacheMemory(
-            self.workers,
             self.coordinator,
             creator(self.config),
             tokens=self.tokens,
             next_generation=lambda: generation_of(file) if file else self.dispatcher.generation,
             epochs=self.epochs,
-            now=self.shared.clock.monotonic,
         )
 
     # --- life ---------------------------------------------------------------------------------------

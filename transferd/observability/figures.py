@@ -7,13 +7,9 @@ engines counts are added. Bytes are added over all ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from transferd.observability.report import KindReport, RankReport, Report
 from transferd.tasks import Lane
-
-if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to every command
-    from transferd.observability.task_log import Recent
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 KINDS = dict.fromkeys((*MAIN_LANES, *map(str, Lane)))
@@ -51,7 +47,7 @@ def added(kinds: Iterable[KindReport]) -> KindReport:
     return total
 
 
-def with_rates(kind: KindReport, recent: Recent) -> KindReport:
+def with_rates(kind: KindReport, recent: KindReport) -> KindReport:
     """The same, which has rates now."""
     if recent.tasks_per_s_1min:
         for rate in _RATES:

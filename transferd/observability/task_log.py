@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from transferd.config import DEFAULT_ENGINE
+from transferd.observability.report import KindReport
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, Lane, RankResult, Status, Task, TaskResult
 
@@ -265,20 +266,6 @@ class _Lately:
             minute.waits -= gone.waits
 
 
-class Recent(NamedTuple):
-    """Tasks that ended lately. Rates are per second, over SHORT_S and LONG_S; quantiles over LONG_S, or None."""
-
-    tasks_per_s: float = 0.0
-    bytes_per_s: float = 0.0
-    tasks_per_s_1min: float = 0.0
-    bytes_per_s_1min: float = 0.0
-    p50_s: float | None = None
-    p99_s: float | None = None
-
-
-NOTHING = Recent()
-
-
 class Windows:
     """Rates and times of the tasks that ended lately, by engine and kind. An observer of the task log.
 
@@ -308,8 +295,8 @@ class Windows:
             if wait is not None:
                 count.waits[wait] = count.waits.get(wait, 0) + 1
 
-    def recent(self, engine: str | None = None, kind: str | None = None) -> Recent:
-        """The tasks that ended lately. engine, kind: only of these; None for all together."""
+    def recent(self, engine: str | None = None, kind: str | None = None) -> KindReport:
+        """Rates and times of the tasks that ended lately, and no counts. engine, kind: of these; None: of all."""
         now = self._now()
         self._forget(int(now) - LONG_S)
         each: Iterable[Mapping[str, _Lately]] = (
@@ -317,7 +304,7 @@ class Windows:
         )
         chosen = [series for kinds in each for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
-            return NOTHING
+            return KindReport()
         tasks = nbytes = 0
         for series in chosen:
             for second, count in itertools.islice(reversed(series.slots), SHORT_S):
@@ -327,7 +314,7 @@ class Windows:
         minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times = _together([minute.times for minute in minutes])
-        return Recent(
+        return KindReport(
             tasks_per_s=tasks / short_s,
             bytes_per_s=nbytes / short_s,
             tasks_per_s_1min=sum([minute.tasks for minute in minutes]) / long_s,

@@ -19,6 +19,7 @@ A node that answers and is slow keeps its calls: the library's own limits are fo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import structlog
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import Clock
-from transferd.runtime.compat import timeout
+from transferd.runtime.compat import wait_for
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.connections import Address
 from transferd.storage.mooncake.handshake import Gone, ask
@@ -77,12 +78,9 @@ class Call:
 
     async def ends(self, within: float) -> bool:
         """Wait for its end. Returns False if it still runs after `within` seconds."""
-        try:
-            async with timeout(within):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
+        with contextlib.suppress(TimeoutError):
+            await wait_for(self._ended.wait(), within)
+        return self.ended
 
 
 @dataclass(slots=True, eq=False)

@@ -135,6 +135,15 @@ class Outbound:
         self.peer = None
         self.fail(PeerRefused(error.message, code=error.code))
 
+    def hear(self, message: Post | Done | Withdraw) -> None:
+        """Take up a message of the receiver that is met."""
+        if isinstance(message, Post):
+            self.posts(message)
+        elif isinstance(message, Done):
+            self.done()
+        else:
+            self.withdrawn(theirs(message.error))
+
     def posts(self, post: Post) -> None:
         """Take up memory that the receiver has posted for some of the objects."""
         for slot in post.slots:

@@ -21,6 +21,7 @@ from transferd.storage.peer.messages import (
     VERSION,
     Begin,
     Done,
+    FromSender,
     Landed,
     PeerMessage,
     Post,
@@ -73,12 +74,6 @@ class PeerTransport:
         self._attempts = itertools.count(1)
         self._counts: Counter[str] = Counter()
         self._closing = False
-        self._from_receiver: dict[type, Callable[[PeerConnection, Any], None]] = {
-            Want: self._want,
-            Post: self._post,
-            Done: self._done,
-            Withdraw: self._withdraw,
-        }
         self._from_sender: dict[type, Callable[[Inbound, Any], None]] = {
             Begin: lambda inbound, _: inbound.begins(),
             Landed: lambda inbound, message: inbound.landed(message),
@@ -173,10 +168,14 @@ class PeerTransport:
         self._receivers.add(PeerConnection(reader, writer, hear, gone, self._connections))
 
     def _hear_receiver(self, connection: PeerConnection, message: PeerMessage) -> None:
-        handle = self._from_receiver.get(type(message))
-        if handle is None:
+        if isinstance(message, FromSender):
             raise PeerRefused(f"a receiver sent {type(message).__name__}, which only a sender may send")
-        handle(connection, message)
+        if isinstance(message, Want):
+            self._want(connection, message)
+        elif (outbound := self._met(connection, message)) is not None:
+            outbound.hear(message)
+        elif isinstance(message, Withdraw):
+            self._unpark(connection, message)
 
     def _want(self, connection: PeerConnection, want: Want) -> None:
         share = want.transfer, want.rank
@@ -216,21 +215,7 @@ class PeerTransport:
                 return outbound
         return None
 
-    def _post(self, connection: PeerConnection, post: Post) -> None:
-        outbound = self._met(connection, post)
-        if outbound is not None:
-            outbound.posts(post)
-
-    def _done(self, connection: PeerConnection, done: Done) -> None:
-        outbound = self._met(connection, done)
-        if outbound is not None:
-            outbound.done()
-
-    def _withdraw(self, connection: PeerConnection, withdraw: Withdraw) -> None:
-        outbound = self._met(connection, withdraw)
-        if outbound is not None:
-            outbound.withdrawn(theirs(withdraw.error))
-            return
+    def _unpark(self, connection: PeerConnection, withdraw: Withdraw) -> None:
         share = withdraw.transfer, withdraw.rank
         parked = self._parked.get(share)
         if parked is not None and parked.connection is connection and parked.want.attempt == withdraw.attempt:
