@@ -16,7 +16,7 @@ from tests.integration.test_token_storage import path_of, read, write
 from tests.machine.hostile import transfer_peers
 from tests.machine.hostile.accounts import be_visible
 from tests.machine.hostile.memory_actions import PAGE
-from tests.machine.hostile.neighbours import LONG_KEYS
+from tests.machine.hostile.neighbours import LONG_KEYS, SHAPE
 from tests.machine.hostile.place import SHARED, Place, Report, fresh_name
 from transferd import Client, Engine, Pages, ReadStorageTask, Status, TransferError
 from transferd.runtime.compat import wait_for
@@ -144,7 +144,8 @@ async def trace_long_tasks(place: Place, chance: random.Random, report: Report) 
     keys, blocks = [f"{chance.getrandbits(64):016x}" for _ in range(LONG_KEYS)], list(range(LONG_KEYS))
     told: Counter[str] = Counter()
     async with Client(place.members, await_ready=False) as client:
-        await client.device_handle(0)  # its memory may have been truncated, and nobody has noticed yet
+        for rank in range(SHAPE["ranks"]):  # unmapped: it may have been truncated, and nobody has noticed yet
+            await client.device_handle(rank)
         for _ in range(LONG_TASKS):
             task = ReadStorageTask(task_id=fresh_name(), keys=keys, gpu_block_ids=blocks, timeout=5)
             result = await client.submit(task)
