@@ -86,7 +86,7 @@ wheels: ## wheels in dist/ for each supported Python that is here, each of them 
 
 manylinux: $(STAMP) ## wheels for all supported Pythons and any Linux in dist/, by cibuildwheel (needs docker)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'cibuildwheel>=2.21,<4'
-	TRANSFERD_COMMIT=$$(git rev-parse HEAD) $(BIN)/python -m cibuildwheel --output-dir dist
+	TRANSFERD_COMMIT="$$(git log -1 --format='%H %ct %s')" $(BIN)/python -m cibuildwheel --output-dir dist
 
 deb: ## a Debian package of the last commit in dist/, for this Debian; needs debhelper and dh-virtualenv
 	bash scripts/deb

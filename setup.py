@@ -1,11 +1,10 @@
 """What pyproject.toml cannot say: optional C extensions, the operator's files in the wheel, and the build's name."""
 
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 import sysconfig
+from email import message_from_string
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -19,23 +18,18 @@ TREE_ONLY = ("transferd.cli.bench", "transferd.cli.demo_pd", "transferd.adapters
 # The extensions need buffers, which are in the limited API from CPython 3.11 on: one build, and so one wheel, serves
 # every later Python. A build for 3.10 serves 3.10 alone.
 STABLE = sys.version_info >= (3, 11)
+NAME_OF_BUILD = "runtime/build"  # transferd/runtime/version.py reads it
 
 
-def git(*arguments: str) -> str:
-    """What git says of this tree; "" if it is none, or there is no git."""
-    if not (ROOT / ".git").exists():
-        return ""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip()
+def build_name() -> str:
+    """What this source distribution says, or the name of a build of this tree."""
+    if (said := ROOT / "PKG-INFO").exists():
+        return str(message_from_string(said.read_text(encoding="utf-8"))["Version"])
+    name: str = runpy.run_path(str(ROOT / "scripts" / "build_name.py"))["of_this_tree"]()
+    return name
 
 
-VERSION = runpy.run_path(str(ROOT / "transferd" / "runtime" / "version.py"))
-# Of this tree, or as whoever builds without git says.
-COMMITS = int(os.environ.get("TRANSFERD_COMMITS") or git("rev-list", "--count", "HEAD") or 0)
-BUILD = VERSION["build_name"](COMMITS, (os.environ.get("TRANSFERD_COMMIT") or git("rev-parse", "HEAD"))[:12])
+BUILD = build_name()
 
 
 class BuildWithFiles(build_py):
@@ -57,7 +51,7 @@ class BuildWithFiles(build_py):
         package = Path(self.build_lib) / "transferd"
         for folder in OPERATORS_FILES:
             shutil.copytree(ROOT / folder, package / "packaged" / folder, dirs_exist_ok=True)
-        (package / "runtime" / VERSION["BUILD"]).write_text(BUILD + "\n", encoding="ascii")
+        (package / NAME_OF_BUILD).write_text(BUILD + "\n", encoding="ascii")
 
 
 if sysconfig.get_config_var("Py_GIL_DISABLED"):  # free-threaded: there is no stable ABI before Python 3.15

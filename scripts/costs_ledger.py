@@ -125,6 +125,13 @@ LEDGER = [
         ("observability.http:MAX_CONNECTIONS", "observability.http:MAX_HEADER_BYTES"),
     ),
     Row(
+        "memory and time of the event loop: answers over HTTP that wait to be read",
+        "{0} of each in a turn, {1} s; all who get the same report share one text",
+        NO_USER,
+        "its connection ends",
+        ("observability.http:ANSWER_BYTES", "observability.http:ANSWER_S"),
+    ),
+    Row(
         "descriptors and maps: memories that engines have mapped; of one handle",
         "a quarter of the descriptors, or a sixth of `vm.max_map_count` if that is less; {0}",
         "half of that, and {1} in any case",

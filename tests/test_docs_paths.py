@@ -67,6 +67,13 @@ def test_no_link_leads_nowhere(page: Path) -> None:
     assert list(dead(page)) == []
 
 
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS.glob("*.md")], ids=lambda page: page.name)
+def test_no_page_installs_transferd_from_an_index(page: Path) -> None:
+    """No index has it: the name may be anybody's there."""
+    commands = re.findall(r"pip install[^`\n]*", page.read_text(encoding="utf-8"))
+    assert [one for one in commands if re.search(r"(?<![\w./-])transferd(?!-)", one)] == []
+
+
 def test_the_index_of_decisions_has_each_of_them() -> None:
     listed = re.findall(r"^\* \d+\. \[.*\]\((.*)\)$", (DOCS / "adr" / "README.md").read_text(), re.MULTILINE)
     assert listed == sorted(page.name for page in (DOCS / "adr").glob("0*.md"))

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from transferd.runtime.version import RELEASE
+from transferd.runtime.version import RELEASE, RELEASED
 
 pytestmark = pytest.mark.one_loop
 
 ROOT = Path(__file__).parent.parent
+BUILD = f"{RELEASE}.{'post' if RELEASED else 'dev'}20261129081338+g0123456789ab"
 NEEDED = ("transferd/py.typed", "transferd/observability/page.html", "transferd/tiers/kernels/move_blocks.cu")
 
 
@@ -28,15 +29,16 @@ NEEDED = ("transferd/py.typed", "transferd/observability/page.html", "transferd/
 def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves its own directories behind, and takes from them
     source.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    (source / "scripts").mkdir()
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "scripts/build_name.py"):
+        shutil.copy(ROOT / name, source / name)
     for name in ("systemd", "deploy"):
         shutil.copytree(ROOT / name, source / name)
     shutil.copytree(ROOT / "transferd", source / "transferd", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     made = subprocess.run(
         [*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)],
-        env=os.environ | {"CC": "/bin/false", "TRANSFERD_COMMIT": "0123456789abcdef", "TRANSFERD_COMMITS": "17"},
+        env=os.environ | {"CC": "/bin/false", "TRANSFERD_COMMIT": "0123456789abcdef 1795940018 a subject"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -61,8 +63,8 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     version = subprocess.run(
         [*transferd, "version"], env=there, capture_output=True, text=True, check=True, cwd=tmp_path
     )
-    assert version.stdout == f"transferd {RELEASE}.dev17+g0123456789ab\n"
-    assert f"transferd-{RELEASE}.dev17+g0123456789ab-" in wheel.name, "two builds never have one name"
+    assert version.stdout == f"transferd {BUILD}\n"
+    assert f"transferd-{BUILD}-" in wheel.name, "two builds never have one name"
     written = subprocess.run(
         [*transferd, "files", "out", "--format", "json"], env=there, capture_output=True, check=True, cwd=tmp_path
     )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.adapters.test_fastdeploy_arguments import derived
-from transferd.adapters.fastdeploy import words
+from transferd.adapters.fastdeploy import companion, words
 from transferd.adapters.fastdeploy.companion import _to_start, load_sections, shares, whole
 from transferd.adapters.fastdeploy.words import SDK, storage_in_words, storage_settings
-from transferd.config import Config
+from transferd.config import Config, to_tree
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("fastdeploy.md", "fastdeploy_details.md"))
@@ -109,6 +109,16 @@ def test_the_way_of_a_hand_over_changes_no_daemon(monkeypatch: pytest.MonkeyPatc
     assert after.directory == before.directory
     assert shares(whole(asked))
     assert whole(asked).pd.mode == "storage"
+
+
+def test_a_setting_that_a_release_adds_hides_no_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    asked = derived(storage="--kvcache_storage_backend file")
+    before = _to_start(asked, None, {}, {}, {}).directory
+    monkeypatch.setattr(companion, "to_tree", lambda config: to_tree(config) | {"new": {"setting": 1}})
+    assert _to_start(asked, None, {}, {}, {}).directory == before
+    monkeypatch.setenv("TRANSFERD_STORAGE__FILE__CAPACITY", "3GiB")
+    assert _to_start(asked, None, {}, {}, {}).directory != before, "two daemons of different settings can run here"
 
 
 @pytest.mark.parametrize(("value", "on"), [("0", False), ("1", True), ("2", True), ("True", True), ("", False)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from msgspec.structs import replace
 
 from tests.support.page_cache import forget, pages_in_memory, tells_what_it_has
 from transferd.adapters.common import read_leases
-from transferd.adapters.common.read_leases import PART_BYTES, ReadLeases
+from transferd.adapters.common.read_leases import ReadLeases, WarmReaders
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
 from transferd.storage import file_io
 from transferd.storage.paths import path_of
@@ -169,30 +172,104 @@ def test_another_directory_at_the_same_path_and_a_key_that_no_file_has_give_no_l
     assert not leases
 
 
-@pytest.mark.parametrize("nbytes", [5, 7 * PART_BYTES, 8 * PART_BYTES + 1])
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_each_block_is_read_once_and_the_end_comes_once(count: int, nbytes: int, directory: Path) -> None:
-    """The third is of nobody's lease."""
-    stored(directory)
+@pytest.fixture
+def readers() -> Iterator[WarmReaders]:
+    made = WarmReaders(4, logging.getLogger("of a test"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 100])
+def test_each_block_is_read_once_and_each_request_ends_once(count: int, directory: Path, readers: WarmReaders) -> None:
+    """The third block is of nobody's lease."""
+    payload = PAYLOAD[:4096]
+    stored(directory, payload)
     leases = ReadLeases()
     leases.take(["k"], places(directory), LATER)
-    memory = [memoryview(bytearray(len(PAYLOAD))) for _ in range(count)]
-    orders = leases.orders(["k" if i != 2 else "other" for i in range(count)], [[one] for one in memory])
-    ends: list[list[bool]] = []
-    with ThreadPoolExecutor(4) as pool:
-        read_leases.read_in_parts(pool, 4, orders, nbytes, ends.append)
-    assert ends == [[i != 2 for i in range(count)]]
-    assert [bytes(one) == PAYLOAD for one in memory] == ends[0]
+    keys = ["k" if i != 2 else "other" for i in range(count)]
+    ends: list[tuple[int, list[bool]]] = []
+
+    def note(number: int, done: list[bool]) -> None:
+        ends.append((number, done))
+
+    memory = [[memoryview(bytearray(4096)) for _ in keys] for _ in range(9)]
+    for number, blocks in enumerate(memory):
+        readers.begin(leases.orders(keys, [[one] for one in blocks]), partial(note, number))
+    readers.close()
+    right = [i != 2 for i in range(count)]
+    assert sorted(ends) == [(number, right) for number in range(9)]
+    assert [[bytes(one) == payload for one in blocks] for blocks in memory] == [right] * 9
 
 
-def test_memory_that_cannot_be_written_is_said_and_the_end_still_comes(directory: Path) -> None:
+def test_readers_read_while_the_interpreter_is_busy(directory: Path, readers: WarmReaders) -> None:
+    stored(directory)
+    leases, ends, data = ReadLeases(), list[list[bool]](), bytearray(len(PAYLOAD))
+    leases.take(["k"], places(directory), LATER)
+    orders, interval = leases.orders(["k"], [[memoryview(data)]]), sys.getswitchinterval()
+    readers.begin([], ends.append)
+    sys.setswitchinterval(600)  # no other thread gets the interpreter from this one
+    try:
+        readers.begin(orders, ends.append)
+        give_up = time.monotonic() + 60
+        while data != PAYLOAD:
+            assert time.monotonic() < give_up
+    finally:
+        sys.setswitchinterval(interval)
+    readers.close()
+    assert ends == [[], [True]]
+
+
+def test_an_end_that_fails_costs_no_other_one(
+    directory: Path, readers: WarmReaders, caplog: pytest.LogCaptureFixture
+) -> None:
     stored(directory)
     leases, ends = ReadLeases(), list[list[bool]]()
     leases.take(["k"], places(directory), LATER)
-    orders = leases.orders(["k"] * 4, [[memoryview(bytes(len(PAYLOAD)))]] * 4)
-    with ThreadPoolExecutor(4) as pool:
-        read_leases.read_in_parts(pool, 4, orders, 4 * PART_BYTES, ends.append)
+
+    def fail(done: list[bool]) -> None:
+        raise OSError(f"of a test: {done}")
+
+    for end in (fail, ends.append):
+        readers.begin(leases.orders(["k"], [[memoryview(bytearray(len(PAYLOAD)))]]), end)
+    readers.close()
+    assert ends == [[True]]
+    assert "of a test: [True]" in caplog.text
+
+
+def test_without_threads_the_daemon_loads(
+    directory: Path, readers: WarmReaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(directory)
+    leases, ends = ReadLeases(), list[list[bool]]()
+    leases.take(["k"], places(directory), LATER)
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError(f"can't start new thread {thread.name}")
+
+    def begin() -> None:
+        readers.begin(leases.orders(["k"], [[memoryview(bytearray(len(PAYLOAD)))]]), ends.append)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        begin()
+    assert ends == [[False]]
+    begin()
+    readers.close()
+    assert ends == [[False], [True]]
+
+
+def test_memory_that_cannot_be_written_and_readers_that_are_closed_end_a_request_at_once(
+    directory: Path, readers: WarmReaders
+) -> None:
+    stored(directory)
+    leases, ends = ReadLeases(), list[list[bool]]()
+    leases.take(["k"], places(directory), LATER)
+    readers.begin(leases.orders(["k"] * 4, [[memoryview(bytes(len(PAYLOAD)))]] * 4), ends.append)
     assert ends == [[False] * 4]
+    readers.close()
+    readers.close()
+    readers.begin(leases.orders(["k"], [[memoryview(bytearray(len(PAYLOAD)))]]), ends.append)
+    assert ends == [[False] * 4, [False]]
 
 
 def test_one_bad_block_of_a_run_costs_itself_alone(directory: Path) -> None:

@@ -419,7 +419,6 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
     speaker.submit(write("queued", 4, 5))
     speaker.dispatcher.pause(7.0, b"a1", "a")
     statistics = speaker.dispatcher.statistics()
-    idle = {"queued": 0, "running": 0, "bytes": 0}
     assert statistics == DispatchStatistics(
         queued=1,
         running=1,
@@ -429,10 +428,7 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
         result_bytes=statistics.result_bytes,
         tasks={"rejected": 1, "cancelled": 1, "ok": 1},
         rejects={"id_out_of_range": 1},
-        lanes={
-            **dict.fromkeys(map(str, Lane), idle),
-            "write": {"queued": 1, "running": 1, "bytes": 60},
-        },
+        waiting=dict.fromkeys(Lane, 0) | {Lane.WRITE: 1},
         paused=True,
         draining=False,
         held=[Hold("pause", "a", b"a1", 7.0)],

@@ -117,12 +117,12 @@ def test_the_load_of_a_lane_is_what_is_queued_and_running_and_its_bytes() -> Non
     records = [admit(lanes, read(f"r{i}"), nbytes=100 + i) for i in range(3)]
     start(lanes)
     assert lanes.queued == 1
-    assert lanes.statistics()["read"] == {"queued": 1, "running": 2, "bytes": 303}
-    assert lanes.statistics()["write"] == {"queued": 0, "running": 0, "bytes": 0}
-    assert set(lanes.statistics()) == {str(lane) for lane in Lane}
+    assert lanes.waiting == dict.fromkeys(Lane, 0) | {Lane.READ: 1}
+    assert (lanes.loads[Lane.READ].running, lanes.loads[Lane.READ].nbytes) == (2, 303)
     for record in records:
         answer(lanes, record)
-    assert lanes.statistics()["read"] == {"queued": 0, "running": 0, "bytes": 0}
+    assert lanes.waiting == dict.fromkeys(Lane, 0)
+    assert (lanes.loads[Lane.READ].running, lanes.loads[Lane.READ].nbytes) == (0, 0)
     assert (lanes.queued, lanes.running) == (0, 0)
 
 

@@ -29,7 +29,11 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[MemoryStorage]:
     await storage.open()
     yield storage
     await storage.close()
-    assert not storage._objects
+    assert not arrays(storage)
+
+
+def arrays(store: MemoryStorage) -> dict[str, Any]:
+    return {name: memory for part in store._objects for name, memory in part.items()}
 
 
 def content(text: str, nbytes: int) -> bytes:
@@ -51,10 +55,10 @@ async def test_a_new_object_reuses_the_memory_of_an_evicted_one(store: MemorySto
     nbytes = store._index.capacity // 2
     for text in ("aa", "bb"):
         assert await put(store, text, nbytes) == STORED
-    before = dict(store._objects)
+    before = arrays(store)
     assert await put(store, "cc", nbytes) == STORED
-    assert store._objects.keys() == {"bb", "cc"}
-    assert store._objects["cc"] is before["aa"]
+    assert arrays(store).keys() == {"bb", "cc"}
+    assert arrays(store)["cc"] is before["aa"]
     assert await read(store, "aa", nbytes) == (MISSING, b"\xaa" * nbytes)
     assert await read(store, "bb", nbytes) == (FOUND, content("bb", nbytes))
     assert await read(store, "cc", nbytes) == (FOUND, content("cc", nbytes))
@@ -65,7 +69,7 @@ async def test_an_object_of_another_length_gets_memory_of_its_own(store: MemoryS
     for text in ("aa", "bb"):
         await put(store, text, nbytes)
     assert await put(store, "cc", nbytes - 1) == STORED
-    assert store._objects["cc"].nbytes == nbytes - 1
+    assert arrays(store)["cc"].nbytes == nbytes - 1
     assert await read(store, "cc", nbytes - 1) == (FOUND, content("cc", nbytes - 1))
     assert await put(store, "dd", nbytes) == STORED
     assert await read(store, "dd", nbytes) == (FOUND, content("dd", nbytes))
@@ -78,9 +82,9 @@ async def test_memory_other_than_what_the_index_says_is_not_used_again(store: Me
     for text in ("aa", "bb"):
         await put(store, text, nbytes)
     if other is None:
-        del store._objects["aa"]
+        store._remove("aa")
     else:
-        store._objects["aa"] = np.zeros(other, dtype=np.uint8)
+        store._write("aa", memoryview(bytes(other)), None)
     assert await put(store, "cc", nbytes) == STORED
     assert await read(store, "cc", nbytes) == (FOUND, content("cc", nbytes))
     assert await read(store, "bb", nbytes) == (FOUND, content("bb", nbytes))
@@ -108,13 +112,13 @@ class Held:
 async def test_the_memory_of_an_object_that_is_being_read_is_left_alone(store: MemoryStorage) -> None:
     for text in ("aa", "bb"):
         await put(store, text, LARGE)
-    displaced, held = store._objects["aa"], Held(LARGE)
+    displaced, held = arrays(store)["aa"], Held(LARGE)
     reading = asyncio.ensure_future(store.load([Item("aa", LARGE, Use(), 0)], held, ()))
     assert await asyncio.to_thread(held.begun.wait, 30)
     await put(store, "bb", LARGE)  # used again: aa, which the read has used, is older
     assert await put(store, "cc", LARGE) == STORED
-    assert store._objects.keys() == {"bb", "cc"}
-    assert store._objects["cc"] is not displaced
+    assert arrays(store).keys() == {"bb", "cc"}
+    assert arrays(store)["cc"] is not displaced
     held.go_on.set()
     assert await reading == [FOUND]
     assert bytes(held.memory) == content("aa", LARGE)
@@ -137,4 +141,4 @@ async def test_an_object_is_made_where_it_stays_and_is_drained_from_there(store:
     held.go_on.set()
     assert await store.load(items, held, ()) == [FOUND, MISSING]
     assert bytes(held.memory) == content("0", nbytes)
-    assert np.shares_memory(np.asarray(made[0]), store._objects["aa"])
+    assert np.shares_memory(np.asarray(made[0]), arrays(store)["aa"])

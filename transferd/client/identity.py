@@ -34,8 +34,7 @@ class Served:
 
     def use(self, now: wire.Identity | None) -> None:
         """The client uses this engine from now on, or goes on using the earlier one."""
-        if self.used is None:
-            self.used = now
+        self.used = self.used or now
 
     def compare(self, now: wire.Identity | None, in_use: bool) -> str:
         """Compare the engine of a new Welcome; return how it differs. None: there is none now.

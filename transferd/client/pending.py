@@ -164,7 +164,8 @@ class PendingTask(Pending):
         if not value.settled and self.push is not None:
             self._settling.gave_up(value.task_id, self.push)
         self.result = value
-        super().answer(value)
+        if not self.future.done():  # as Pending does: a call less for each task
+            self.future.set_result(value)
         for future in self._watching:
             if not future.done():
                 future.set_result(None)

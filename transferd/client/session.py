@@ -365,7 +365,7 @@ class Conversation:
     def uses(self) -> None:
         """This client uses its engine: from now on it asserts the generation, and refuses another engine's service."""
         self.weights.used = True
-        self.served.use(self.session.identity)
+        self.served.used = self.served.used or self.session.identity  # for each task, so no call
 
     def amend(self, **known: Any) -> None:
         """Update fields of `session` from an answer, before the next Welcome reports them."""
@@ -377,7 +377,7 @@ class Conversation:
 
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
-        if self.served.spoils(pending.body):
+        if self.served.differs and self.served.spoils(pending.body):
             self._reject(pending, self._another_engine())
             return None
         try:

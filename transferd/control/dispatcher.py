@@ -35,8 +35,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import msgspec
 
@@ -56,8 +55,7 @@ AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a clien
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchStatistics:
+class DispatchStatistics(NamedTuple):
     """A snapshot: answered tasks by status, refusals by code, and the tasks in progress."""
 
     queued: int
@@ -68,7 +66,7 @@ class DispatchStatistics:
     result_bytes: int
     tasks: dict[str, int]
     rejects: dict[str, int]
-    lanes: dict[str, dict[str, int]]
+    waiting: dict[Lane, int]  # the queued ones by lane
     paused: bool
     draining: bool
     held: list[Hold]
@@ -200,7 +198,7 @@ class Dispatcher:
             result_bytes=self._results.nbytes,
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
-            lanes=self.lanes.statistics(),
+            waiting=self.lanes.waiting,
             paused=self._gate.paused,
             draining=self._gate.draining,
             held=self._gate.held,

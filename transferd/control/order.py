@@ -322,11 +322,10 @@ class Lanes:
         load.tasks -= 1
         load.nbytes -= record.nbytes
 
-    def statistics(self) -> dict[str, dict[str, int]]:
-        return {
-            str(name): {"queued": load.tasks - load.running, "running": load.running, "bytes": load.nbytes}
-            for name, load in self.loads.items()
-        }
+    @property
+    def waiting(self) -> dict[Lane, int]:
+        """How many tasks are queued, by lane."""
+        return {lane: load.tasks - load.running for lane, load in self.loads.items()}
 
 
 class Alarms(Generic[T]):

@@ -137,6 +137,11 @@ class CacheMemory:
         return [rank.number for rank in self._ranks if not rank.present]
 
     @property
+    def owners(self) -> list[int | None]:
+        """For each rank, the process that offered its memory."""
+        return [None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks]
+
+    @property
     def unattached(self) -> tuple[list[int], float]:
         """Ranks without memory that a client has attached or offered, and since when (monotonic s)."""
         return sorted({*self.missing, *self._mappings.unmapped}), self._mappings.unmapped_since
@@ -159,7 +164,7 @@ class CacheMemory:
             epoch=self.epoch,
             cleared=self.cleared is not None,
             missing=self.missing,
-            owners=[None if rank.offer is None else rank.offer.owner.pid for rank in self._ranks],
+            owners=self.owners,
             **self._mappings.statistics(),
         )
 

@@ -11,12 +11,13 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from transferd.barrier import RankBarrier
 from transferd.blocks.formats import SealedBlocks
 from transferd.config import DEFAULT_ENGINE
 from transferd.config.generation import generation_of
+from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
@@ -287,6 +288,25 @@ class HostedEngine:
         model, group = self.config.storage.model, cache.tensor_parallel_size
         return wire.Identity(model, layout, cache.first_rank, cache.ranks, group)
 
+    @functools.cached_property
+    def shared_settings(self) -> dict[str, Any]:
+        """The settings that clients must agree with. Omits addresses and paths, which may contain secrets."""
+        storage = self.config.storage
+        return {
+            "cache": to_tree(self.config)["cache"] | {"devices": self.config.geometry.device_of_rank},
+            "storage": {
+                "backend": storage.title,
+                "model": storage.model,
+                "key_schema": storage.key_schema,
+                "version_file": storage.version_file,
+                "attention_store": {
+                    "only_flush": self.plan.only_flush,
+                    "splitwise_role": storage.attention_store.splitwise_role,
+                    "dp_id": storage.attention_store.dp_id,
+                },
+            },
+        }
+
     def client_gone(self, client: bytes) -> None:
         """After a client left or was lost: cancel the tasks that only it waits for, drop its mappings and offers."""
         self.coordinator.client_gone(client)
@@ -351,8 +371,7 @@ class HostedEngine:
 
     def ranks(self, dispatch: DispatchStatistics) -> list[RankReport]:
         """Its ranks as a report has them. dispatch: its dispatcher's statistics."""
-        queued = {name: lane["queued"] for name, lane in dispatch.lanes.items()}
-        return [worker.statistics(queued, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
+        return [worker.statistics(dispatch.waiting, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

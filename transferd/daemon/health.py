@@ -69,7 +69,7 @@ class HealthCheck:
         return Measured(
             not_ready=self._parts.not_ready,
             lag_s=sorted(self._lags)[-LATE] if len(self._lags) >= LATE else 0.0,
-            storage_p99_s=self._parts.windows.recent().storage_p99_s,
+            storage_p99_s=self._parts.windows.storage_p99_s(),
             oldest_s=oldest_s,
             oldest=oldest,
         )

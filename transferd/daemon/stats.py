@@ -9,7 +9,6 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from transferd.config import Config
-from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator
 from transferd.control.dispatcher import DispatchStatistics
 from transferd.daemon.engine import HostedEngine
@@ -78,10 +77,10 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         found[engine] = _engine(engine, dispatch, parts, kinds[engine], storage)
         yield
     all_tasks, server, lines = list(each.values()), parts.server.statistics(), logs.statistics()
-    lanes, lately = together([*kinds.values(), parts.engines.departed.lanes]), {}
+    lanes = together([*kinds.values(), parts.engines.departed.lanes])
     for name, kind in lanes.items():
         yield
-        lately[name] = with_rates(kind, parts.windows.recent(None, name))
+        with_rates(kind, parts.windows.recent(None, name))
     yield
     totals = _total(parts.windows, lanes)
     turned_away = parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
@@ -90,7 +89,9 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     tasks = _counted(all_tasks, "tasks", parts.engines.departed.tasks)
     rejects = _counted(all_tasks, "rejects", turned_away)
     yield
-    host, staging, memory = _host(parts.engines, own), _staging(engines), _memory(parts, each)
+    host, staging = _host(parts.engines, own), _staging(engines)
+    yield
+    memory = _memory(parts, each, host)
     yield
     return Report(
         version=VERSION,
@@ -101,7 +102,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         loop_longest_s=loop_turns().longest_s,
         endpoint=list(parts.transport.endpoints),
         ranks=[rank for engine in engines for rank in ranks[engine]],
-        lanes=lately,
+        lanes=lanes,
         totals=totals,
         errors=dict(sum(log.errors.values(), Counter())),
         hits=log.found.total(),
@@ -147,13 +148,16 @@ def _of_own_engine(
         "draining": parts.engines.closed or each[own].draining,
         "cache": own.cache.statistics(),
         "layout": _layout(own),
-        "configured": _configured(parts.config, own),
+        "configured": own.shared_settings,
     }
 
 
 def _counted(tasks: Sequence[DispatchStatistics], name: str, departed: Mapping[str, int]) -> dict[str, int]:
     """One counter of all engines, and of those that left."""
-    return dict(sum((Counter(getattr(one, name)) for one in tasks), Counter(departed)))
+    total = Counter(departed)
+    for one in tasks:
+        total.update(getattr(one, name))
+    return dict(+total)
 
 
 def _users(endpoints: Sequence[str]) -> rows.UsersReport:
@@ -168,8 +172,9 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
 def _engine(
     engine: HostedEngine, dispatch: DispatchStatistics, parts: Parts, kinds: Kinds, storage: rows.StorageReport
 ) -> rows.EngineReport:
-    cache, traffic, log = engine.cache.statistics(), parts.engines.traffic, parts.tasks
+    cache, traffic, log = engine.cache, parts.engines.traffic, parts.tasks
     unattached, unattached_s = engine.unattached()
+    totals = _total(parts.windows, kinds, engine.name)
     return rows.EngineReport(
         ready=engine.coordinator.ready,
         why=engine.why_not_served,
@@ -201,13 +206,13 @@ def _engine(
         misses=log.missing[engine.name],
         missed_for=traffic.missed_for(engine.name),
         what_if=traffic.what_if(storage.levels, engine.name),
-        bytes=sum(lane.bytes for worker in engine.workers for lane in worker.lanes.values()),
+        bytes=totals.bytes,
         block_bytes=engine.layout.block_bytes,
         device_blocks=engine.layout.device_blocks,
         host_blocks=engine.layout.host_blocks,
         host_bytes=engine.nbytes,
         lanes={name: with_rates(kind, parts.windows.recent(engine.name, name)) for name, kind in kinds.items()},
-        totals=_total(parts.windows, kinds, engine.name),
+        totals=totals,
     )
 
 
@@ -258,14 +263,14 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
     return rows.StagingReport(**{key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")})
 
 
-def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics]) -> rows.MemoryReport:
+def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics], host: rows.HostReport) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
     made = [e for e in each if e.cache.creator is Creator.DAEMON]
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
-        host_pool=sum(context.host.statistics()["bytes"] for context in contexts if context.host is not None),
-        staging=sum(context.staging.statistics()["capacity"] for context in contexts),
-        peer_staging=sum(one.peer.staging.statistics()["capacity"] for one in contexts if one.peer is not None),
+        host_pool=host.bytes,
+        staging=sum(context.staging.nbytes for context in contexts),
+        peer_staging=sum(one.peer.staging.nbytes for one in contexts if one.peer is not None),
         stored_objects=0 if parts.storage is None else parts.storage.memory_bytes,
         carried=getattr(parts.storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
@@ -292,8 +297,9 @@ def _storage(parts: Parts) -> rows.StorageReport:
     report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
     report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
     rows.as_levels(report)
+    alone = len(report.levels) == 1
     for level in report.levels if "pinned" in found else ():
-        level.holdings = parts.engines.holdings.report(level.name)
+        level.holdings = found["holdings"] if alone else parts.engines.holdings.report(level.name)
     return report
 
 
@@ -330,22 +336,3 @@ def _layout(engine: HostedEngine) -> rows.LayoutReport:
         device_blocks=layout.device_blocks,
         fingerprint=layout.fingerprint,
     )
-
-
-def _configured(config: Config, engine: HostedEngine) -> dict[str, Any]:
-    """The settings that an engine must agree with. Omits addresses and paths, which may contain secrets."""
-    storage = config.storage
-    return {
-        "cache": to_tree(config)["cache"] | {"devices": engine.config.geometry.device_of_rank},
-        "storage": {
-            "backend": storage.title,
-            "model": storage.model,
-            "key_schema": storage.key_schema,
-            "version_file": storage.version_file,
-            "attention_store": {
-                "only_flush": engine.plan.only_flush,
-                "splitwise_role": storage.attention_store.splitwise_role,
-                "dp_id": storage.attention_store.dp_id,
-            },
-        },
-    }

@@ -263,11 +263,11 @@ class KeyTraffic:
     def missed_for(self, engine: str) -> dict[str, int]:
         """Look-ups of the last hour that missed, by why their first missing block was not there."""
         missed, first = self._missed.get(engine), int(self._now() // 60) - MINUTES
-        total = Counter[str]()
+        total: dict[str, int] = {}
         for minute, counts in () if missed is None else missed.minutes:
-            if minute > first:
-                total += counts
-        return dict(total)
+            for why, number in counts.items() if minute > first else ():
+                total[why] = total.get(why, 0) + number
+        return total
 
     def what_if(self, levels: Sequence[LevelReport], engine: str | None = None) -> list[WhatIfReport]:
         """The share of hits that each level would have with other sizes. engine: only of its look-ups."""

@@ -9,47 +9,54 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from transferd.observability.report import KindReport, RankReport, Report
+from transferd.tasks import Lane
 
 if TYPE_CHECKING:  # at run time it would bring numpy, which starts threads, to every command
     from transferd.observability.task_log import Recent
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
+KINDS = dict.fromkeys((*MAIN_LANES, *map(str, Lane)))
 Kinds = Mapping[str, KindReport]
-_COUNTS = ("queued", "running", "done", "failed")
 _RATES = ("tasks_per_s", "bytes_per_s", "tasks_per_s_1min", "bytes_per_s_1min", "p50_s", "p99_s")
 
 
 def of_engine(ranks: Sequence[RankReport]) -> dict[str, KindReport]:
     """One engine's tasks by kind, from those of its ranks."""
-    names = dict.fromkeys((*MAIN_LANES, *(name for rank in ranks for name in rank.lanes)))
-    found = {}
-    for name in names:
-        lanes = [rank.lanes[name] for rank in ranks if name in rank.lanes]
-        highest = {field: max((getattr(lane, field) for lane in lanes), default=0) for field in _COUNTS}
-        found[name] = KindReport(**highest, bytes=sum(lane.bytes for lane in lanes))
+    found = {name: KindReport() for name in KINDS}
+    for rank in ranks:
+        for name, lane in rank.lanes.items():
+            kind = found[name]
+            kind.queued, kind.running = max(kind.queued, lane.queued), max(kind.running, lane.running)
+            kind.done, kind.failed = max(kind.done, lane.done), max(kind.failed, lane.failed)
+            kind.bytes += lane.bytes
     return found
 
 
 def together(engines: Iterable[Kinds]) -> dict[str, KindReport]:
     """The tasks of several engines by kind. Without rates."""
     each = list(engines)
-    names = dict.fromkeys((*MAIN_LANES, *(name for one in each for name in one)))
-    return {name: added(one[name] for one in each if name in one) for name in names}
+    return {name: added(one[name] for one in each if name in one) for name in KINDS}
 
 
 def added(kinds: Iterable[KindReport]) -> KindReport:
     """The sum of counts and bytes. Without rates."""
-    each = list(kinds)
-    return KindReport(**{field: sum(getattr(one, field) for one in each) for field in (*_COUNTS, "bytes")})
+    total = KindReport()
+    for one in kinds:
+        total.queued += one.queued
+        total.running += one.running
+        total.done += one.done
+        total.failed += one.failed
+        total.bytes += one.bytes
+    return total
 
 
 def with_rates(kind: KindReport, recent: Recent) -> KindReport:
-    if not recent.tasks_per_s_1min:
-        return kind
-    return msgspec.structs.replace(kind, **{field: getattr(recent, field) for field in _RATES})
+    """The same, which has rates now."""
+    if recent.tasks_per_s_1min:
+        for rate in _RATES:
+            setattr(kind, rate, getattr(recent, rate))
+    return kind
 
 
 def shown(report: Report, engine: str = "") -> dict[str, KindReport]:

@@ -40,6 +40,8 @@ PIECE_BYTES = 4096  # small, because h11 checks the size of an incomplete header
 REQUEST_TIMEOUT_S = 5.0
 ANY_HOST = "*"
 _HOST = re.compile(r"(\[(?P<address>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(:\d*)?", re.ASCII)
+ANSWER_BYTES = 64 * 1024  # of an answer, in a turn of the loop: metrics of many engines have 5 MB
+ANSWER_S = 10.0  # how long a client may take to read its answer
 LINGER_S = 1.0  # how long an answered client may take to close; further input is discarded
 
 
@@ -167,9 +169,11 @@ class _Connection(asyncio.Protocol):
         self._http: h11.Connection | None = None  # created at the first byte, so that silent connections cost little
         self._transport: asyncio.Transport  # from connection_made on
         self._timer = Timer()
-        self._answered = False
+        self._answered = self._sent = False
         self._peer = ""
         self._received = b""
+        self._rest = memoryview(b"")  # of the answer
+        self._next: Callable[[], None] = self._read  # what to do in the next turn
         self._turns: LoopTurns = loop_turns()
         self.spent = server.spent
         self.closed = False
@@ -194,12 +198,15 @@ class _Connection(asyncio.Protocol):
             self._turns.wait(self)
 
     def work(self, _most: int) -> None:
-        """Parse what has arrived, and answer a complete request."""
         began = now()
+        self._next()
+        self._turns.took(self, now() - began)
+
+    def _read(self) -> None:
+        """Parse what has arrived, and answer a complete request."""
         data, self._received = self._received, b""
         self._transport.resume_reading()
         self._parse(data)
-        self._turns.took(self, now() - began)
 
     def _parse(self, data: bytes) -> None:
         if self._http is None:
@@ -226,7 +233,9 @@ class _Connection(asyncio.Protocol):
         if not self.closed:
             what = "the page could not be made\n"
             bad = made.cancelled() or made.exception() is not None
-            self._answer(connection, Page(what.encode(), status=500) if bad else made.result(), head=head)
+            page = Page(what.encode(), status=500) if bad else made.result()
+            self._next = functools.partial(self._answer, connection, page, head=head)
+            self._turns.wait(self)
 
     def _answer(self, connection: h11.Connection, page: Page, *, head: bool) -> None:
         headers = [
@@ -239,14 +248,33 @@ class _Connection(asyncio.Protocol):
         reason = http.HTTPStatus(page.status).phrase.encode()
         self._answered = True
         start = connection.send(h11.Response(status_code=page.status, headers=headers, reason=reason)) or b""
-        self._transport.write(start if head else start + page.body)
+        self._rest = memoryview(b"" if head else page.body)
+        self._next = self._send
+        self._timer.set(ANSWER_S, self.drop)
+        self._transport.set_write_buffer_limits(0)  # so that `resume_writing` comes once everything has gone
+        self._transport.write(start)
+        self._send()
+
+    def _send(self) -> None:
+        """Write a piece of the answer, which all who get it share. The next one follows once this one has gone."""
+        piece, self._rest = self._rest[:ANSWER_BYTES], self._rest[ANSWER_BYTES:]
+        self._transport.write(piece)
+        if self._rest:
+            if not self._transport.get_write_buffer_size():
+                self._turns.wait(self)
+            return
+        self._sent = True
         # Closing now would reset the connection while the client still sends, and the client would lose the answer.
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._timer.set(LINGER_S, self.drop)
 
+    def resume_writing(self) -> None:
+        if self._rest:
+            self._turns.wait(self)
+
     def eof_received(self) -> bool:
-        return False  # close it
+        return self._answered and not self._sent  # whether to leave it open
 
     def connection_lost(self, _: Exception | None) -> None:
         self.closed = True
@@ -257,5 +285,6 @@ class _Connection(asyncio.Protocol):
         """Close it now. reason: the reason to report, unless the request was already answered."""
         if reason and not self._answered:
             self._server.refuse(reason, self._peer, "no complete request was received")
+        self.closed = True
         self._server.closed(self)
         self._transport.abort()

@@ -17,16 +17,22 @@ import msgspec
 from msgspec import UNSET
 from prometheus_client import ProcessCollector, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from transferd.observability.concerns import CONCERNS
 from transferd.observability.figure import Figure, Sections
 from transferd.observability.report import Report, ReportSection
+from transferd.observability.task_log import LATENCY_BUCKETS_S, Series, TaskMetrics
+from transferd.tasks import Lane
 
 BREAKER_STATES = ("closed", "open", "half_open")
+DURATIONS = "transferd_task_duration_seconds"
+BOUNDS = [*(str(float(bound)) for bound in LATENCY_BUCKETS_S), "+Inf"]
 KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
+NONE = Series()
+
 Labels = dict[str, str]
+Tasks = Iterable[tuple[str, str, Series]]  # of an engine, of a kind
 Samples = dict[tuple[tuple[str, str], ...], float]  # by their labels
 
 
@@ -45,10 +51,8 @@ def families(report: Report) -> Iterator[Metric]:
     _read(report, "transferd_", {}, samples)
     for name, (figure, values) in samples.items():
         labels = [label for label, _ in next(iter(values))]
-        family = KINDS[figure.kind](name, figure.help, labels=labels)
-        for place, value in values.items():
-            family.add_metric([text for _, text in place], value)
-        yield family
+        numbers = {tuple([text for _, text in place]): value for place, value in values.items()}
+        yield _family(figure.kind, name, figure.help, labels, numbers)
 
 
 def _read(section: Any, begins: str, labels: Labels, samples: dict[str, tuple[Figure, Samples]]) -> None:
@@ -93,21 +97,43 @@ def _of_report(report: Report, ready: bool) -> Iterator[Metric]:
     lasting = {one.name for one in report.concerns or ()}
     text = "1 while something is wrong, by what it is"
     concerns = {(name, one.severity): name in lasting for name, one in CONCERNS.items()}
-    yield _states("transferd_concern", text, ["concern", "severity"], concerns)
+    yield _family("gauge", "transferd_concern", text, ["concern", "severity"], concerns)
     breaker, backend = report.storage.breaker or "closed", report.storage.backend
     text = "1 while calls go through, 0 while they fail at once because storage did not answer"
-    yield _states("transferd_storage_available", text, ["backend"], {(backend,): breaker == "closed"})
+    yield _family("gauge", "transferd_storage_available", text, ["backend"], {(backend,): breaker == "closed"})
     states = {(backend, state): breaker == state for state in BREAKER_STATES}
     text = "1 for the state that the circuit breaker is in"
-    yield _states("transferd_storage_breaker_state", text, ["backend", "state"], states)
+    yield _family("gauge", "transferd_storage_breaker_state", text, ["backend", "state"], states)
     yield from families(report)
 
 
-def _states(name: str, text: str, labels: list[str], states: Mapping[Any, bool]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, on in states.items():
-        family.add_metric(values, float(on))
+def _family(kind: str, name: str, text: str, labels: list[str], numbers: Mapping[Any, float]) -> Metric:
+    family: GaugeMetricFamily | CounterMetricFamily = KINDS[kind](name, text, labels=labels)
+    for values, number in numbers.items():
+        family.add_metric(values, float(number))
     return family
+
+
+def _of_tasks(tasks: Tasks) -> Iterator[Metric]:
+    text = "seconds that ranks have spent on tasks, all ranks together"
+    spent = {(engine, kind, stage): seconds for engine, kind, one in tasks for stage, seconds in one.stages.items()}
+    yield _family("counter", "transferd_stage_seconds", text, ["engine", "kind", "stage"], spent)
+    text = "tasks that missed their deadline, by the stage that took most of their time"
+    missed = {(engine, kind, cause): count for engine, kind, one in tasks for cause, count in one.missed.items()}
+    yield _family("counter", "transferd_deadlines_missed", text, ["engine", "kind", "cause"], missed)
+
+
+def _durations(tasks: Tasks) -> Iterator[str]:
+    """Lines of the histogram, 120 for each kind of task of an engine: prometheus_client takes ten times as long."""
+    yield f"# HELP {DURATIONS} from a task's admission to its answer\n# TYPE {DURATIONS} histogram\n"
+    for engine, kind, one in tasks:
+        of = engine.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        of = f'engine="{of}",kind="{kind}"'
+        for status, (*times, seconds) in one.durations.items():
+            for bound, number in zip(BOUNDS, itertools.accumulate(times), strict=True):
+                yield f'{DURATIONS}_bucket{{{of},le="{bound}",status="{status}"}} {number}\n'
+            yield f'{DURATIONS}_count{{{of},status="{status}"}} {sum(times)}\n'
+            yield f'{DURATIONS}_sum{{{of},status="{status}"}} {seconds}\n'
 
 
 class _Families(NamedTuple):
@@ -116,7 +142,7 @@ class _Families(NamedTuple):
     collect: Callable[[], Iterable[Metric]]
 
 
-def exposition(not_ready: Callable[[], str], tasks: Collector | None) -> Callable[[Report], Callable[[], bytes]]:
+def exposition(not_ready: Callable[[], str], tasks: TaskMetrics | None) -> Callable[[Report], Callable[[], bytes]]:
     """Return a function that takes a report, on the event loop, and returns one for any thread, which makes the text.
 
     not_ready: as for StatusServer. tasks: the counts of tasks; see TaskMetrics.
@@ -125,8 +151,13 @@ def exposition(not_ready: Callable[[], str], tasks: Collector | None) -> Callabl
     process = ProcessCollector(registry=None)
 
     def begin(report: Report) -> Callable[[], bytes]:
-        ready, counted = not not_ready(), [] if tasks is None else list(tasks.collect())
-        found = _Families(lambda: itertools.chain(_of_report(report, ready), counted, process.collect()))
-        return functools.partial(generate_latest, found)
+        ready, counts = not not_ready(), {} if tasks is None else tasks.counted()
+
+        def text() -> bytes:
+            ended = [(name, str(one), kinds.get(one) or NONE) for name, kinds in counts.items() for one in Lane]
+            found = _Families(lambda: itertools.chain(_of_report(report, ready), _of_tasks(ended), process.collect()))
+            return generate_latest(found) + "".join(_durations(ended)).encode()
+
+        return text
 
     return begin

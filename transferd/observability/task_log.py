@@ -14,17 +14,13 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.tasks import NOT_ADMITTED, ErrorInfo, Lane, RankResult, Status, Task, TaskResult
-
-if TYPE_CHECKING:
-    from prometheus_client.core import Metric
 
 RECENT = 1024
 FAILED = 256  # in a ring of their own, so that a busy hour of good tasks does not push failures out
@@ -147,7 +143,7 @@ class TaskLog:
 
 
 @dataclass(slots=True)
-class _Series:
+class Series:
     """The tasks of one engine and kind. durations: how many took how long, by LATENCY_BUCKETS_S, then their sum."""
 
     durations: dict[Status, list[float]] = field(
@@ -156,23 +152,30 @@ class _Series:
     stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
 
-    def add(self, other: _Series) -> None:
+    def add(self, other: Series) -> None:
         for status, took in other.durations.items():
             self.durations[status] = [sum(both) for both in zip(self.durations[status], took, strict=True)]
         self.stages = {stage: seconds + other.stages[stage] for stage, seconds in self.stages.items()}
         self.missed = {cause: count + other.missed[cause] for cause, count in self.missed.items()}
+
+    def copied(self) -> Series:
+        durations = {status: took.copy() for status, took in self.durations.items()}
+        return Series(durations, self.stages.copy(), self.missed.copy())
+
+
+TaskCounts = Mapping[str, Mapping[Lane, Series]]  # by engine
 
 
 class TaskMetrics:
     """How long tasks took, where the time went, and missed deadlines, by engine; "" has those that have left.
 
     An observer of the task log. A task costs one histogram step and a few additions, so that eight ranks at thousands
-    of tasks a second are no burden. Every label value exists from the start, at 0.
+    of tasks a second are no burden. metrics.py makes the text.
     """
 
     def __init__(self, *engines: str) -> None:
         """engines: those that are there from the start."""
-        self._engines = defaultdict(_all_kinds, {name: _all_kinds() for name in engines})
+        self._engines = defaultdict(_no_tasks, {name: _no_tasks() for name in engines})
 
     def ended(self, one: Ended, task: Task, ran: Ran | None) -> None:  # noqa: ARG002
         lane = self._engines[one.engine][one.kind]
@@ -194,31 +197,14 @@ class TaskMetrics:
         for name, series in self._engines.pop(engine, {}).items():
             self._engines[""][name].add(series)
 
-    def collect(self) -> Iterator[Metric]:
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily  # only a scrape needs it
-
-        text = "from a task's admission to its answer"
-        durations = HistogramMetricFamily("transferd_task_duration_seconds", text, labels=["engine", "kind", "status"])
-        text = "seconds that ranks have spent on tasks, all ranks together"
-        stages = CounterMetricFamily("transferd_stage_seconds", text, labels=["engine", "kind", "stage"])
-        text = "tasks that missed their deadline, by the stage that took most of their time"
-        missed = CounterMetricFamily("transferd_deadlines_missed", text, labels=["engine", "kind", "cause"])
-        bounds = [*(str(float(bound)) for bound in LATENCY_BUCKETS_S), "+Inf"]
-        for engine, kinds in self._engines.items():
-            for name, kind in kinds.items():
-                labels = [engine, str(name)]
-                for status, (*counts, seconds) in kind.durations.items():
-                    buckets = list(zip(bounds, accumulate(counts), strict=True))
-                    durations.add_metric([*labels, str(status)], buckets, seconds)
-                for stage, seconds in kind.stages.items():
-                    stages.add_metric([*labels, stage], seconds)
-                for cause, count in kind.missed.items():
-                    missed.add_metric([*labels, cause], count)
-        yield from (durations, stages, missed)
+    def counted(self) -> TaskCounts:
+        """A copy, for another thread. Without kinds that an engine has had no task of."""
+        each = self._engines.items()
+        return {engine: {lane: one.copied() for lane, one in kinds.items()} for engine, kinds in each}
 
 
-def _all_kinds() -> dict[Lane, _Series]:
-    return {lane: _Series() for lane in Lane}
+def _no_tasks() -> defaultdict[Lane, Series]:
+    return defaultdict(Series)
 
 
 def _cause(ranks: Sequence[RankResult]) -> str:
@@ -279,8 +265,7 @@ class _Lately:
             minute.waits -= gone.waits
 
 
-@dataclass(frozen=True, slots=True)
-class Recent:
+class Recent(NamedTuple):
     """Tasks that ended lately. Rates are per second, over SHORT_S and LONG_S; quantiles over LONG_S, or None."""
 
     tasks_per_s: float = 0.0
@@ -289,7 +274,9 @@ class Recent:
     bytes_per_s_1min: float = 0.0
     p50_s: float | None = None
     p99_s: float | None = None
-    storage_p99_s: float | None = None  # the waits of the tasks that waited for storage
+
+
+NOTHING = Recent()
 
 
 class Windows:
@@ -325,29 +312,35 @@ class Windows:
         """The tasks that ended lately. engine, kind: only of these; None for all together."""
         now = self._now()
         self._forget(int(now) - LONG_S)
-        names = self._series if engine is None else self._series.keys() & {engine}
-        engines = [self._series[name] for name in names]
-        chosen = [series for kinds in engines for what, series in kinds.items() if kind in (None, what)]
+        each: Iterable[Mapping[str, _Lately]] = (
+            self._series.values() if engine is None else [self._series.get(engine, {})]
+        )
+        chosen = [series for kinds in each for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
-            return Recent()
-        short = [
-            count
-            for series in chosen
-            for second, count in itertools.islice(reversed(series.slots), SHORT_S)
-            if second > int(now) - SHORT_S
-        ]
-        long = [series.minute for series in chosen]
+            return NOTHING
+        tasks = nbytes = 0
+        for series in chosen:
+            for second, count in itertools.islice(reversed(series.slots), SHORT_S):
+                if second > int(now) - SHORT_S:
+                    tasks += count.tasks
+                    nbytes += count.nbytes
+        minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
-        times, waits = _together(count.times for count in long), _together(count.waits for count in long)
+        times = _together([minute.times for minute in minutes])
         return Recent(
-            tasks_per_s=sum(count.tasks for count in short) / short_s,
-            bytes_per_s=sum(count.nbytes for count in short) / short_s,
-            tasks_per_s_1min=sum(count.tasks for count in long) / long_s,
-            bytes_per_s_1min=sum(count.nbytes for count in long) / long_s,
+            tasks_per_s=tasks / short_s,
+            bytes_per_s=nbytes / short_s,
+            tasks_per_s_1min=sum([minute.tasks for minute in minutes]) / long_s,
+            bytes_per_s_1min=sum([minute.nbytes for minute in minutes]) / long_s,
             p50_s=quantile(times, 0.5),
             p99_s=quantile(times, 0.99),
-            storage_p99_s=quantile(waits, 0.99),
         )
+
+    def storage_p99_s(self) -> float | None:
+        """The waits of 99 of 100 of the last minute's tasks that waited for storage; None without any."""
+        self._forget(int(self._now()) - LONG_S)
+        each = [series.minute.waits for kinds in self._series.values() for series in kinds.values()]
+        return quantile(_together(each), 0.99)
 
     def _covered(self, now: float, window: int) -> float:
         """Seconds that the slots of a window cover: the running second has only begun. At least one."""
@@ -374,7 +367,9 @@ def _bucket(seconds: float) -> int:
 _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 
 
-def _together(each: Iterable[Counter[int]]) -> dict[int, int]:
+def _together(each: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
+    if len(each) == 1:
+        return each[0]
     total: dict[int, int] = {}
     for counts in each:
         for bucket, number in counts.items():

@@ -485,6 +485,12 @@ static PyMethodDef methods[] = {
     {"load_warm", load_warm, METH_VARARGS,
      "load_warm(orders, flags): whether the page cache has each object, and it is the right one; then its pieces are filled. "
      "orders: (path, pieces, footer without checksums)"},
+    {"warm_readers", warm_readers, METH_VARARGS, "warm_readers(threads): threads for begin_warm, which run until end_warm"},
+    {"begin_warm", begin_warm, METH_VARARGS,
+     "begin_warm(readers, orders, flags, ended): have the threads do what load_warm does; finished_warm returns the answers"},
+    {"finished_warm", finished_warm, METH_O,
+     "finished_warm(readers): wait until something is read: (ended, answers) of each call. Empty after end_warm"},
+    {"end_warm", end_warm, METH_O, "end_warm(readers): wait until all that was begun is read, and end the threads"},
     {"forget_files", forget_files, METH_NOARGS,
      "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on `load` may map files"},

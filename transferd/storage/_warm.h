@@ -1,12 +1,14 @@
-/* Objects that the page cache has, read to an engine's memory with their checksums, as many as one call is given.
+/* Objects that the page cache has, read to an engine's memory with their checksums: in one call, or by threads of their own.
  *
  * No call waits for a disk. What cannot be read so, or is not right, is the daemon's to load (adapters/common/read_leases.py).
  */
 #define NOWAIT 8     /* RWF_NOWAIT: what the page cache has, and no wait for the disk */
 #define PIECE 262144 /* bytes that are still in a core's own cache when they are checked */
 #define AT_ONCE_PIECES 64
+#define MOST_READERS 64
+#define READERS "transferd.storage._files.readers" /* of the capsule */
 
-/* One object of a call of `load_warm`. footer: the one that it must have, without checksums. */
+/* One object of a call. footer: the one that it must have, without checksums. */
 typedef struct {
     PyObject *path, *footer;
     Py_buffer *piece;
@@ -117,33 +119,231 @@ static int load_one_warm(const WarmObject *one, int flags)
     return nbytes > 240 /* shorter ones have another checksum */ && warm_object(one, flags, nbytes);
 }
 
-static PyObject *load_warm(PyObject *module, PyObject *args)
+/* The objects of one call. NULL with an exception if an order is none. */
+static WarmObject *open_all_warm(PyObject *orders, Py_ssize_t *count)
 {
-    PyObject *orders, *answers = NULL;
-    Py_ssize_t count, opened = 0;
-    int flags, good = 1;
+    Py_ssize_t opened = 0;
+    WarmObject *object;
 
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &orders, &flags))
+    *count = PyList_Size(orders);
+    if (!(object = PyMem_Calloc((size_t)*count + 1, sizeof *object))) {
+        PyErr_NoMemory();
         return NULL;
-    count = PyList_Size(orders);
-    WarmObject *object = PyMem_Calloc((size_t)count + 1, sizeof *object);
-    if (!object)
-        return PyErr_NoMemory();
-    for (; good && opened < count; opened++)
-        good = open_warm(object + opened, PyList_GetItem(orders, opened)) == 0;
-    if (good) {
-        Py_BEGIN_ALLOW_THREADS
-        for (Py_ssize_t i = 0; i < count; i++)
-            object[i].found = load_one_warm(object + i, flags);
-        Py_END_ALLOW_THREADS
-        answers = PyList_New(count);
     }
-    for (Py_ssize_t i = 0; i < opened; i++) {
+    for (; opened < *count; opened++)
+        if (open_warm(object + opened, PyList_GetItem(orders, opened)) < 0) {
+            for (; opened >= 0; opened--)
+                close_warm(object + opened);
+            PyMem_Free(object);
+            return NULL;
+        }
+    return object;
+}
+
+/* Whether each object was found; the objects are given back. */
+static PyObject *answers_of_warm(WarmObject *object, Py_ssize_t count)
+{
+    PyObject *answers = PyList_New(count);
+
+    for (Py_ssize_t i = 0; i < count; i++) {
         if (answers)
             PyList_SetItem(answers, i, PyBool_FromLong(object[i].found));
         close_warm(object + i);
     }
     PyMem_Free(object);
     return answers;
+}
+
+static PyObject *load_warm(PyObject *module, PyObject *args)
+{
+    WarmObject *object;
+    PyObject *orders;
+    Py_ssize_t count;
+    int flags;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!i", &PyList_Type, &orders, &flags) || !(object = open_all_warm(orders, &count)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < count; i++)
+        object[i].found = load_one_warm(object + i, flags);
+    Py_END_ALLOW_THREADS
+    return answers_of_warm(object, count);
+}
+
+/* Objects that the threads of a WarmReaders read, as begin_warm was given them. taken: by a thread. left: not read yet. ended: what
+ * finished_warm returns with the answers. */
+typedef struct WarmRequest {
+    struct WarmRequest *next;
+    WarmObject *object;
+    Py_ssize_t count, taken, left;
+    int flags;
+    PyObject *ended;
+} WarmRequest;
+
+typedef struct {
+    WarmRequest *first, *last;
+} WarmQueue;
+
+/* Threads that never need the interpreter: it may be busy with the next requests while they read. They take object by object, of the
+ * oldest request first. closed: they end once nothing waits. over: they have ended. */
+typedef struct {
+    pthread_mutex_t lock;
+    pthread_cond_t comes, done;
+    WarmQueue waiting, finished;
+    pthread_t thread[MOST_READERS];
+    int count, closed, over;
+} WarmReaders;
+
+static void append_warm(WarmQueue *queue, WarmRequest *request)
+{
+    request->next = NULL;
+    if (queue->first)
+        queue->last->next = request;
+    else
+        queue->first = request;
+    queue->last = request;
+}
+
+static void *read_requests(void *given)
+{
+    WarmReaders *readers = given;
+
+    pthread_mutex_lock(&readers->lock);
+    while (readers->waiting.first || !readers->closed) {
+        WarmRequest *request = readers->waiting.first;
+        if (!request) {
+            pthread_cond_wait(&readers->comes, &readers->lock);
+            continue;
+        }
+        WarmObject *one = request->object + request->taken++;
+        if (request->taken == request->count)
+            readers->waiting.first = request->next;
+        if (readers->waiting.first)
+            pthread_cond_signal(&readers->comes);
+        pthread_mutex_unlock(&readers->lock);
+        one->found = load_one_warm(one, request->flags);
+        pthread_mutex_lock(&readers->lock);
+        if (!--request->left) {
+            append_warm(&readers->finished, request);
+            pthread_cond_signal(&readers->done);
+        }
+    }
+    pthread_mutex_unlock(&readers->lock);
+    return NULL;
+}
+
+/* Only after end_warm: else threads still use it, or the process ends, or was forked and has none of them. */
+static void free_readers(PyObject *capsule)
+{
+    WarmReaders *readers = PyCapsule_GetPointer(capsule, READERS);
+
+    if (readers && readers->over)
+        PyMem_Free(readers);
+}
+
+static PyObject *warm_readers(PyObject *module, PyObject *args)
+{
+    WarmReaders *readers;
+    int count, failed = 0;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "i", &count))
+        return NULL;
+    if (!(readers = PyMem_Calloc(1, sizeof *readers)))
+        return PyErr_NoMemory();
+    pthread_mutex_init(&readers->lock, NULL);
+    pthread_cond_init(&readers->comes, NULL);
+    pthread_cond_init(&readers->done, NULL);
+    for (; readers->count < count && readers->count < MOST_READERS; readers->count++)
+        if ((failed = pthread_create(&readers->thread[readers->count], NULL, read_requests, readers)))
+            break;
+    if (!readers->count) {
+        PyMem_Free(readers);
+        errno = failed;
+        return failed ? PyErr_SetFromErrno(PyExc_OSError) : PyErr_Format(PyExc_ValueError, "no threads");
+    }
+    return PyCapsule_New(readers, READERS, free_readers);
+}
+
+static PyObject *begin_warm(PyObject *module, PyObject *args)
+{
+    PyObject *capsule, *orders, *ended;
+    WarmReaders *readers;
+    WarmRequest *request;
+    int flags;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO!iO", &capsule, &PyList_Type, &orders, &flags, &ended) ||
+        !(readers = PyCapsule_GetPointer(capsule, READERS)))
+        return NULL;
+    if (readers->closed)
+        return PyErr_Format(PyExc_RuntimeError, "the readers are closed");
+    if (!(request = PyMem_Calloc(1, sizeof *request)))
+        return PyErr_NoMemory();
+    if (!(request->object = open_all_warm(orders, &request->count))) {
+        PyMem_Free(request);
+        return NULL;
+    }
+    request->left = request->count;
+    request->flags = flags;
+    Py_INCREF(request->ended = ended);
+    pthread_mutex_lock(&readers->lock); /* nobody holds it for long, or needs the GIL meanwhile */
+    append_warm(request->count ? &readers->waiting : &readers->finished, request);
+    pthread_cond_signal(request->count ? &readers->comes : &readers->done);
+    pthread_mutex_unlock(&readers->lock);
+    Py_RETURN_NONE;
+}
+
+static PyObject *finished_warm(PyObject *module, PyObject *capsule)
+{
+    WarmReaders *readers = PyCapsule_GetPointer(capsule, READERS);
+    WarmRequest *request, *next;
+    PyObject *all;
+
+    (void)module;
+    if (!readers || !(all = PyList_New(0)))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&readers->lock);
+    while (!readers->finished.first && !readers->over)
+        pthread_cond_wait(&readers->done, &readers->lock);
+    request = readers->finished.first;
+    readers->finished.first = NULL;
+    pthread_mutex_unlock(&readers->lock);
+    Py_END_ALLOW_THREADS
+    for (; request; request = next) {
+        PyObject *answers = answers_of_warm(request->object, request->count);
+        PyObject *one = answers ? Py_BuildValue("NN", request->ended, answers) : NULL;
+        next = request->next;
+        PyMem_Free(request);
+        if (!one || PyList_Append(all, one) < 0)
+            PyErr_Clear(); /* no memory for a list of a few entries: the process is lost */
+        Py_XDECREF(one);
+    }
+    return all;
+}
+
+static PyObject *end_warm(PyObject *module, PyObject *capsule)
+{
+    WarmReaders *readers = PyCapsule_GetPointer(capsule, READERS);
+
+    (void)module;
+    if (!readers)
+        return NULL;
+    if (!readers->closed) {
+        Py_BEGIN_ALLOW_THREADS
+        pthread_mutex_lock(&readers->lock);
+        readers->closed = 1;
+        pthread_cond_broadcast(&readers->comes);
+        pthread_mutex_unlock(&readers->lock);
+        for (int i = 0; i < readers->count; i++)
+            pthread_join(readers->thread[i], NULL);
+        pthread_mutex_lock(&readers->lock);
+        readers->over = 1;
+        pthread_cond_signal(&readers->done);
+        pthread_mutex_unlock(&readers->lock);
+        Py_END_ALLOW_THREADS
+    }
+    Py_RETURN_NONE;
 }

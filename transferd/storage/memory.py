@@ -23,10 +23,13 @@ from transferd.storage.indexed import IndexedStorage
 from transferd.tiers.base import INLINE_BYTES
 
 COPY_THREADS = 2  # two saturate the memory bus of most machines
+# The upper bits of a name's hash, -8 to 7, choose its dict: the lower ones choose the place in it. One dict of all
+# objects would grow together with the index's, in one step of the loop: 65 ms at 700,000 objects.
+TO_PART = 60
 
 
 class MemoryStorage(IndexedStorage):
-    """A dict of arrays with an LRU bound. Owns its copies, which do not outlive it."""
+    """Arrays by name with an LRU bound. Owns its copies, which do not outlive it."""
 
     backend = "memory"
     slots_at_once = 0
@@ -40,9 +43,8 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
         )
-        self.slots_at_once = 0
         self.ranges = True
-        self._objects: dict[str, npt.NDArray[np.uint8]] = {}
+        self._objects: list[dict[str, npt.NDArray[np.uint8]]] = [{} for _ in range(16)]
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -69,21 +71,21 @@ class MemoryStorage(IndexedStorage):
         spare = self._free(write)
         memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare
         if fill(write.position, memory.data, False):
-            self._objects[name] = memory
+            self._objects[hash(name) >> TO_PART][name] = memory
         else:
             write.withdrawn = True
 
     def _write(self, name: str, data: memoryview, spare: npt.NDArray[np.uint8] | None) -> None:
         memory = np.empty(data.nbytes, dtype=np.uint8) if spare is None else spare
         np.copyto(memory, np.asarray(data))
-        self._objects[name] = memory
+        self._objects[hash(name) >> TO_PART][name] = memory
 
     def _retire(self, name: str, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        memory = self._objects.pop(name, None)
+        memory = self._objects[hash(name) >> TO_PART].pop(name, None)
         return memory if memory is not None and memory.nbytes == nbytes else None
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
-        stored = self._objects.get(item.name)  # this reference keeps it alive if it is evicted meanwhile
+        stored = self._objects[hash(item.name) >> TO_PART].get(item.name)  # which keeps it alive if it is evicted
         if stored is None:
             return False
         if stored.nbytes != item.nbytes:
@@ -94,7 +96,8 @@ class MemoryStorage(IndexedStorage):
         return True
 
     def _remove(self, name: str) -> None:
-        self._objects.pop(name, None)
+        self._objects[hash(name) >> TO_PART].pop(name, None)
 
     async def _release(self) -> None:
-        self._objects.clear()
+        for part in self._objects:
+            part.clear()

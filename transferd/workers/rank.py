@@ -301,7 +301,7 @@ class RankWorker:
         """The number of keys that reads named and storage did not have."""
         return self._reader.missed
 
-    def statistics(self, queued: Mapping[str, int], late_s: float = 0.0) -> RankReport:
+    def statistics(self, queued: Mapping[Lane, int], late_s: float = 0.0) -> RankReport:
         """queued: the tasks of each lane that wait; all ranks share the dispatcher's queue. late_s: see RankReport."""
         device = self.context.device
         return RankReport(

@@ -11,6 +11,7 @@ What a judge expects of it is in store_judge.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import math
@@ -242,7 +243,8 @@ class Story(Node):
         pushed = self.loop.create_task(client.submit(task))
         if drawn > 0.95:
             await asyncio.sleep(self.chance.uniform(0.0, 2 * HURRY_S))
-            await client.cancel(task.task_id)
+            with contextlib.suppress(TransferError):  # its daemon may have been killed meanwhile, as `pushed` says
+                await client.cancel(task.task_id)
         return await pushed, not 0.05 <= drawn <= 0.95
 
     def _take(self, engine: str, count: int) -> list[int] | None:

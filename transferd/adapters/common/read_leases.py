@@ -8,24 +8,28 @@ What it cannot read or prove is the daemon's to load, which also finds and repor
 from __future__ import annotations
 
 import concurrent.futures
-import itertools
+import contextlib
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
 from transferd.blocks.formats import ObjectNamer, Stamp, stamps, unsealed_footer
-from transferd.storage.file_io import load_warm
+from transferd.storage.file_io import NATIVE, load_warm
 from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 
 LEASE_S = 10.0  # from a look-up to its load: engines do not say what they will not load
 READERS = 4  # threads
-PART_BYTES = 4 * 1024**2  # of a request, that are worth a thread: small objects take mostly the interpreter
+ALONE_BYTES = 8 * 1024**2  # of a request, that are worth other threads
 
+
+if NATIVE:
+    from transferd.storage import _files
 
 WarmOrder = tuple[str, Sequence[memoryview], bytes]  # of `load_warm`
 
@@ -86,7 +90,7 @@ class LeasedBlocks:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._leases = ReadLeases()
-        self._pool = concurrent.futures.ThreadPoolExecutor(READERS, "transferd-read")
+        self._readers = WarmReaders(READERS, link.program.log)
 
     def __bool__(self) -> bool:
         return bool(self._leases)
@@ -109,16 +113,11 @@ class LeasedBlocks:
         self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]], ended: Callable[[list[bool]], None]
     ) -> None:
         """Read what is leased. ended: called once with which blocks have been read, perhaps before this returns."""
-        leases = self._leases
-        if not leases:
-            ended([False] * len(keys))
-            return
-        nbytes = sum(piece.nbytes for one in pieces for piece in one)
-        read_in_parts(self._pool, READERS, leases.orders(keys, pieces), nbytes, ended)
+        self._readers.begin(self._leases.orders(keys, pieces), ended)
 
     def read(self, keys: Sequence[str], pieces: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Like `begin_reading`, and wait."""
-        if sum(piece.nbytes for one in pieces for piece in one) < 2 * PART_BYTES:  # another thread would only take time
+        if sum(piece.nbytes for one in pieces for piece in one) < ALONE_BYTES:  # other threads would only take time
             return read(self._leases.orders(keys, pieces))
         done: concurrent.futures.Future[list[bool]] = concurrent.futures.Future()
         self.begin_reading(keys, pieces, done.set_result)
@@ -126,7 +125,7 @@ class LeasedBlocks:
 
     def close(self) -> None:
         """Wait for the reads that run."""
-        self._pool.shutdown()
+        self._readers.close()
 
 
 def read(orders: Sequence[WarmOrder | None]) -> list[bool]:
@@ -135,29 +134,58 @@ def read(orders: Sequence[WarmOrder | None]) -> list[bool]:
     return [one is not None and next(found) for one in orders]
 
 
-def read_in_parts(
-    pool: concurrent.futures.Executor,
-    threads: int,
-    orders: Sequence[WarmOrder | None],
-    nbytes: int,
-    ended: Callable[[list[bool]], None],
-) -> None:
-    """Read blocks in the pool, in several of its threads where that gains time; those hardly need the interpreter.
+class WarmReaders:
+    """Threads that read blocks without the interpreter, also while it prepares the next ones. Thread-safe."""
 
-    nbytes: of all blocks. ended: called once, in one of the threads, with what `read` returns of all.
-    """
-    done, count = [False] * len(orders), max(1, min(threads, len(orders), nbytes // PART_BYTES))
-    over = itertools.count(1)  # atomic
+    def __init__(self, threads: int, log: logging.Logger) -> None:
+        self._threads, self._log = threads, log
+        self._starting = threading.Lock()
+        self._readers: Any = None  # none before they are needed
+        self._reporter: threading.Thread | None = None
 
-    def run(first: int) -> None:
-        try:
-            done[first::count] = read(orders[first::count])
-        finally:
-            if next(over) == count:
-                ended(done)
+    def begin(self, orders: Sequence[WarmOrder | None], ended: Callable[[list[bool]], None]) -> None:
+        """ended: called once with what `read` would return, in another thread, or before this returns."""
 
-    for first in range(count):
-        pool.submit(run, first)
+        def report(found: list[bool]) -> None:
+            one = iter(found)
+            ended([order is not None and next(one) for order in orders])
+
+        begun = False
+        if NATIVE and any(orders):
+            # there may be no more threads, or memory that nobody may write to, or this is closed
+            with contextlib.suppress(BufferError, OSError, RuntimeError):
+                leased = [one for one in orders if one is not None]
+                _files.begin_warm(self._started(), leased, READ_FLAGS, report)
+                begun = True
+        if not begun:
+            ended([False] * len(orders))
+
+    def close(self) -> None:
+        """Wait until all that was begun has ended. Idempotent."""
+        if self._reporter is not None:
+            _files.end_warm(self._readers)
+            self._reporter.join()
+
+    def _started(self) -> Any:
+        with self._starting:
+            if self._reporter is None:
+                self._readers = _files.warm_readers(self._threads)
+                reporter = threading.Thread(target=self._report, name="transferd-read", daemon=True)
+                try:
+                    reporter.start()
+                except RuntimeError:
+                    _files.end_warm(self._readers)
+                    raise
+                self._reporter = reporter
+            return self._readers
+
+    def _report(self) -> None:
+        while done := _files.finished_warm(self._readers):
+            for ended, found in done:
+                try:
+                    ended(found)
+                except Exception:  # noqa: BLE001 - the others wait for their ends
+                    self._log.exception("transferd: an error of the adapter, not of the daemon")
 
 
 def _is_there(place: StoreDirectory) -> bool:

@@ -18,6 +18,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -38,11 +39,12 @@ from transferd.blocks.fingerprint import Facts
 from transferd.blocks.fingerprint import differences as differences_in_words
 from transferd.blocks.layout import build_layout
 from transferd.client.sync_client import SyncClient
-from transferd.config import Config
+from transferd.config import CacheSection, Config
 from transferd.config.generation import configured_generation
-from transferd.config.loading import load, to_tree
+from transferd.config.loading import from_tree, leaves, load, to_tree
 from transferd.config.toml import to_toml
 from transferd.errors import ConfigError, ConnectTimeout, TransferError
+from transferd.runtime.compat import tomllib
 
 log = logging.getLogger(__name__)
 
@@ -241,10 +243,8 @@ def _to_start(
         sections["storage"].pop("version_file", None)
         environment = {**os.environ, **environment}
     environment = {**environment, **paths}
-    settings = to_tree(load_sections(sections, environment)) | {"named": named}
-    digest = hashlib.sha256(msgspec.json.encode(settings, order="deterministic")).hexdigest()[:12]
-    name = f"{config.storage.backend.rpartition(':')[2]}-{digest}"
     _remove_old(own_directory("fastdeploy"))
+    name = _name(sections, load_sections(sections, environment), named)
     directory, place = (own_directory("fastdeploy", name), None) if shared else _place_of_its_own(name)
     sections["server"] = {"endpoint": named or own_socket(directory)}
     if not shared:
@@ -256,6 +256,65 @@ def _to_start(
         endpoint=sections["server"]["endpoint"], directory=directory, environment=environment, registers=shared,
         sections=sections, place=place,
     )  # fmt: skip
+
+
+def _name(sections: Mapping[str, Any], config: Config, named: str | None) -> str:
+    """The name of the daemon's directory, of what its configuration sets: a release with new settings changes no name.
+
+    sections: what FastDeploy's arguments decide. config: the whole of it.
+    """
+    defaults = dict(leaves(to_tree(Config(cache=config.cache and CacheSection()))))
+    chosen = {key: value for key, value in leaves(to_tree(config)) if value != defaults.get(key)} | {"named": named}
+    digest = hashlib.sha256(msgspec.json.encode(chosen, order="deterministic")).hexdigest()[:16]
+    backend = config.storage.backend.rpartition(":")[2]
+    name = f"{backend}-{digest}"
+    parent = own_directory("fastdeploy")
+    if any(parent.glob(f"{name}*/blocks")):
+        return name
+    taken = (old for old in _of_0_3_0(parent, backend) if _takes(old, name, sections, named))
+    return next((old.name.partition(".")[0] for old in taken), name)
+
+
+def _of_0_3_0(parent: Path, backend: str) -> list[Path]:
+    """The directories of daemons of 0.3.0 with a store, the last one started first.
+
+    0.3.0 named them by all settings that it knew, so no other version makes the same names.
+    """
+    names = re.compile(rf"{re.escape(backend)}-[0-9a-f]{{12}}(\.\d+)?")
+    found = [one for one in parent.iterdir() if names.fullmatch(one.name) and (one / "blocks").is_dir()]
+    return sorted(found, key=lambda one: one.stat().st_mtime, reverse=True)
+
+
+def _takes(old: Path, name: str, sections: Mapping[str, Any], named: str | None) -> bool:
+    """Whether a directory of 0.3.0 is ours, or becomes ours, because its daemon was started for the same cache.
+
+    The link OLD.for names whose it is: two daemons never share one. It stays in its place for a way back to 0.3.0.
+    """
+    mark = old.with_name(f"{old.name.partition('.')[0]}.for")
+    if not mark.is_symlink():
+        if not (nobody_listens(own_socket(old)) and _of_the_same(old, sections, named)):
+            return False
+        with contextlib.suppress(FileExistsError):
+            mark.symlink_to(name)
+    return os.readlink(mark) == name
+
+
+def _of_the_same(old: Path, sections: Mapping[str, Any], named: str | None) -> bool:
+    """Whether what a daemon was last started with, as its directory says, is what we start ours with."""
+    try:
+        last = max(old.glob("*.toml"), key=lambda file: file.stat().st_mtime)
+        theirs = tomllib.loads(last.read_text(encoding="utf-8"))
+        return theirs["server"]["endpoint"] == (named or own_socket(old)) and _store(theirs) == _store(sections)
+    except (OSError, ValueError, KeyError, ConfigError):  # it is damaged, or this version does not know a value
+        return False
+
+
+def _store(sections: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a store of these sections from those of other caches."""
+    cache, storage = sections.get("cache"), sections["storage"]
+    devices = sections.get("engines", {}).get("devices", [])[:1]  # the second is for objects, which 0.3.0 had not
+    config = from_tree({} if cache is None else {"cache": cache})
+    return config.cache, storage["backend"], storage.get("model"), sections["host"]["staging"], devices
 
 
 def _without_cache(environment: Mapping[str, str]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
-from transferd.adapters.common.read_leases import WarmOrder, read_in_parts
+from transferd.adapters.common.read_leases import WarmOrder, WarmReaders
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.books import Books
@@ -80,6 +80,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._lock = threading.Lock()  # of the results
         self._running: set[asyncio.Task[None]] = set()
         self._pool = concurrent.futures.ThreadPoolExecutor(self._chosen.threads, "transferd-copy")
+        self._readers = WarmReaders(self._chosen.threads, LMCACHE.log)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=run_until_stopped, args=(self._loop,), name="transferd-lmcache", daemon=True
@@ -131,8 +132,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 self._begin(LOAD, self._loaded(keys, objects, read), Bitmap(len(keys)), number)
 
         if any(one.leases for one in list(self._attached.values())):
-            nbytes = sum(one.get_size() for one in objects)
-            read_in_parts(self._pool, self._chosen.threads, self._orders(keys, objects), nbytes, ended)
+            self._readers.begin(self._orders(keys, objects), ended)
         else:
             ended([False] * len(keys))
         return number
@@ -201,6 +201,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._pool.shutdown(cancel_futures=True)  # waits for copies that run
+        self._readers.close()
         for one in self._attached.values():
             one.close()
         self._finder.end(LEAVE_S)

@@ -333,7 +333,7 @@ def mooncake(patient: Patient) -> Diagnosis:
     if not patient.plan.sizes.pool:
         return ok("mooncake", "not used")
     if problem := mooncake_problem(patient.machine):
-        return fail("mooncake", problem, "pip install -U 'transferd[mooncake]'")
+        return fail("mooncake", problem, "pip install 'transferd[mooncake]'")
     address = patient.config.storage.mooncake.master_server_addr
     target = host_and_port(address)
     if "://" in address or target is None:

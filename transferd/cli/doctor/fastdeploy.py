@@ -81,7 +81,7 @@ def _pool(machine: Machine, config: Config) -> Diagnosis:
     """Whether the master answers, and by which address other nodes will reach this one."""
     name, pool = f"{NAME}'s storage", config.storage.mooncake
     if problem := mooncake_problem(machine):
-        return fail(name, problem, "pip install -U 'transferd[mooncake]'")
+        return fail(name, problem, "pip install 'transferd[mooncake]'")
     try:
         check_section(pool)
         target = host_and_port(pool.master_server_addr)
