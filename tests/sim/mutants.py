@@ -181,8 +181,8 @@ MUTANTS = (
     Mutant(
         "a follower of a load gets no bytes",
         "storage/joined.py",
-        "            np.copyto(np.asarray(self._slot), np.asarray(data))\n",
-        "            pass\n",
+        "        np.copyto(np.asarray(self._slots[i]), np.asarray(data))\n",
+        "        pass\n",
     ),
     Mutant(
         "a swap-in fills one block too many",

@@ -362,11 +362,7 @@ class FileStorage(FileRuns):
     # --- orders -------------------------------------------------------------------------------------
 
     async def record(self, applied: Collection[str] = ()) -> bool:
-        """Write the list of orders. Returns whether it is there. If the medium fails, the store is lost.
-
-        A medium that cannot take an order must neither serve nor be written. applied: the ids of purges that it has
-        done now.
-        """
+        """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
         async with self._writing:
             try:
                 await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
@@ -380,7 +376,6 @@ class FileStorage(FileRuns):
         self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
 
     async def empty_quarantine(self, selection: Selection) -> None:
-        """Remove what was set aside and may fit. Raises StorageError."""
         until = math.inf if selection.unused_s is None else self._clock.wall() - selection.unused_s
         await self._in_thread(lambda: self._directory.empty_quarantine(until), "purge of the quarantine")
 

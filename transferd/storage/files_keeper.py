@@ -9,20 +9,40 @@ applied the order. A daemon that is killed in between, and a disk that was away,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Hashable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Collection, Hashable, Sequence
+from typing import Protocol
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
 from transferd.storage.keeping import Dropped, IndexKeeper, Keeper, PinState
+from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.pins import AskedPins
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
 
-if TYPE_CHECKING:
-    from transferd.storage.file import FileStorage
+
+class Place(Protocol):
+    """One directory of files. lost: why it is out of use; "" while it works."""
+
+    ledger: Ledger
+    lost: str
+
+    path: str
+    index_keeper: IndexKeeper
+
+    async def record(self, applied: Collection[str] = ()) -> bool:
+        """Write its list. Returns whether it is there. If the medium fails, the place is lost.
+
+        applied: the ids of purges that it has done now.
+        """
+
+    def look(self, names: Sequence[str]) -> Awaitable[list[bool]]:
+        """For each name, whether its object is in the index and on the medium. Raises StorageError."""
+
+    async def empty_quarantine(self, selection: Selection) -> None:
+        """Remove what was set aside and may fit. Raises StorageError."""
 
 
 class FilesKeeper(Keeper):
@@ -30,13 +50,13 @@ class FilesKeeper(Keeper):
 
     outlives = True
 
-    def __init__(self, places: Sequence[FileStorage], book: OrderBook) -> None:
+    def __init__(self, places: Sequence[Place], book: OrderBook) -> None:
         self._places = places
         self._all = [place.index_keeper for place in places]
         self._book = book
 
     @property
-    def _live(self) -> list[FileStorage]:
+    def _live(self) -> list[Place]:
         return [place for place in self._places if not place.lost]
 
     @property
@@ -69,7 +89,7 @@ class FilesKeeper(Keeper):
         not_reached = [place.path for place in self._places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
 
-    async def _removed(self, place: FileStorage, dropped: Dropped) -> Purged | None:
+    async def _removed(self, place: Place, dropped: Dropped) -> Purged | None:
         """What has gone; None if the place failed meanwhile: it does the rest when it returns."""
         try:
             removed = await place.index_keeper.removed(dropped)

@@ -570,22 +570,18 @@ class IndexedStorage(Index, Storage):
     # --- purges (keeping.py) ------------------------------------------------------------------------
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
-        """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
         now = self._now()
         return [0.0 if entry.group is None or entry.kept else now - entry.group.at for entry in entries]
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         unread = self._traffic.reads.without([victim.name for victim in gone])
         return asyncio.shield(self._stuck.remove(gone, after=unread))
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
-        """The same of bad objects that fit, which are in no index and could not be put aside yet."""
         return asyncio.shield(self._stuck.remove_bad(fits))
 
     async def at_end(self) -> None:
-        """Wait for the stores and removals that run now, in whichever place of the store."""
         await self._effects.ended(self.stores.ends)
 
     def _is_small(self, items: Sequence[Item]) -> bool:

@@ -19,18 +19,16 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
+from transferd.storage.running import RunningCalls
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
-
-if TYPE_CHECKING:
-    from transferd.storage.indexed import IndexedStorage
 
 AT_ONCE = 512  # objects that one step of the loop looks at
 
@@ -178,6 +176,24 @@ class Keeper(abc.ABC):
         return dict(total)
 
 
+class Purging(Protocol):
+    """The part of a store that a keeper needs. stores: those that run now, in whichever place of the store."""
+
+    stores: RunningCalls
+
+    async def ages(self, entries: Sequence[Entry]) -> list[float]:
+        """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
+
+    def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
+        """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
+
+    def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
+        """The same of bad objects that fit, which are in no index and could not be put aside yet."""
+
+    async def at_end(self) -> None:
+        """Wait for the stores and removals that run now."""
+
+
 @dataclass(slots=True)
 class Dropped:
     """What a purge has dropped from one index. ends: of the removals, each with how many objects are still stored."""
@@ -192,7 +208,7 @@ class Dropped:
 class IndexKeeper(Keeper):
     """The keeper of one index. Changed on the event loop only."""
 
-    def __init__(self, index: LruIndex, store: IndexedStorage) -> None:
+    def __init__(self, index: LruIndex, store: Purging) -> None:
         self._index = index
         self._store = store
         self.pins = Pins(index)
