@@ -174,12 +174,12 @@ class Index:
     @property
     def capacity(self) -> int | None:
         """Bytes that may be stored; None without a bound that is known here."""
-        return sum(one.capacity for one in self.indexes) if self.indexes else None
+        return sum([one.capacity for one in self.indexes]) if self.indexes else None
 
     @property
     def free(self) -> int | None:
         """Bytes that can be stored without evicting any; None if that is not known here."""
-        return sum(max(0, one.capacity - one.used) for one in self.indexes) if self.indexes else None
+        return sum([max(0, one.capacity - one.used) for one in self.indexes]) if self.indexes else None
 
     @property
     def count(self) -> int | None:

@@ -191,7 +191,7 @@ class _Store:
         if self._fill is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
         items, parts = chosen(self._items, which), self._parts
-        began, nbytes = parts.now(), sum(item.nbytes for item in items)
+        began, nbytes = parts.now(), sum([item.nbytes for item in items])
         storing = asyncio.ensure_future(level.storage.store(items, make, slots))
         await asyncio.wait([storing], timeout=self._limit(level, items, nbytes))
         if not storing.done():

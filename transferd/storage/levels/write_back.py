@@ -456,7 +456,7 @@ class WriteBack:
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
-        for source in dict.fromkeys(one.source for one in batch):
+        for source in dict.fromkeys([one.source for one in batch]):
             its = [(one, slot) for one, slot in zip(batch, slots, strict=True) if one.source is source]
             items = [Item(one.name, one.nbytes, PEEK) for one, _ in its]
             try:
@@ -464,7 +464,7 @@ class WriteBack:
                 answers: Sequence[Outcome] = await with_slots_back(load)
             except StorageError as error:
                 answers = [Outcome(Found.FAILED, error)] * len(its)
-            outcomes.update(zip((one.name for one, _ in its), answers, strict=True))
+            outcomes.update(zip([one.name for one, _ in its], answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
     async def _written(self, one: Unsaved, item: Item, outcome: Outcome, born: int) -> None:
