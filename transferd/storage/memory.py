@@ -43,6 +43,7 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
         )
+        self.slots_at_once = 0
         self.ranges = True
         self._objects: list[dict[str, npt.NDArray[np.uint8]]] = [{} for _ in range(16)]
 
