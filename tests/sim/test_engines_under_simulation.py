@@ -25,7 +25,7 @@ from tests.support.simulation.threads import SimThreads
 from tests.support.simulation.world import daemon_of_engines
 from transferd.client.client import Client
 from transferd.client.engines import Engine
-from transferd.errors import Closed, TransferError
+from transferd.errors import Closed, DaemonLost, TransferError
 from transferd.runtime.compat import TaskGroup
 from transferd.tasks import ReadStorageTask, Status, WriteStorageTask
 
@@ -167,3 +167,31 @@ def test_engines_come_go_die_and_share(part: int) -> None:
     for seed in range(part, SEEDS, 3):
         seen += simulate(lambda loop: Story(loop).run(), seed)
     assert {"word", "bye", "death", "ok", "miss"} <= set(seen), f"too little has happened: {seen}"
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 60.0])
+def test_a_registration_whose_answer_was_lost_goes_on(silent_s: float) -> None:
+    async def run(loop: SimLoop) -> None:
+        story = Story(loop)
+        await story.daemon.open()
+        link = story.network.client("link")
+        client = Client(ENDPOINT, clock=story.clock, transport=link, name="link", engine="e", await_ready=False)
+        await client.connect()
+        engine = Engine(ranks=1, model="m", layout=SHAPE | {"ownership": "create"})
+        registering = loop.create_task(client.register(engine))
+        while story.daemon.engines.get("e") is None:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.0001)
+        story.network.cut("link")
+        if silent_s:
+            with pytest.raises(DaemonLost):
+                await registering
+        story.network.mend("link")
+        await asyncio.sleep(2 * bool(silent_s))  # until the client has found the daemon again
+        epoch = await client.register(engine) if silent_s else await registering
+        await client.wait_ready(5)
+        assert await client.register(engine) == epoch, "it is the same registration"
+        await client.unregister()
+        await client.close()
+        assert await story.daemon.stop(lambda: 10.0) == []
+
+    simulate(run, 0)

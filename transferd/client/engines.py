@@ -93,7 +93,12 @@ class Registration:
         served = self._conversation.weights.generation
         if said == self._made and served is not None:  # the same engine again, which may have new weights since
             body = msgspec.structs.replace(said, generation=served)
-        value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
+        known, self._conversation.token = self._conversation.token, said.token
+        try:
+            value: dict[str, int] = await self._conversation.request(body, REGISTER_TIMEOUT_S)
+        except RequestError:  # refused; after any other error it may have been registered, so the token stays
+            self._conversation.token = known
+            raise
         self._made = said
         session = self._conversation.session
         self._conversation.weights.registered(session, body.generation)
@@ -106,7 +111,6 @@ class Registration:
             ready=False,
             identity=None,
         )
-        self._conversation.token = body.token
         return value["epoch"]
 
     async def unregister(self) -> None:

@@ -222,7 +222,7 @@ async def wait_for_ever(place: Place, chance: random.Random, report: Report) -> 
             peer = stack.enter_context(RawPeer(place.knock, place.keys_of(place.knock)))
             peer.greet()
             welcome = peer.ask(wire.Hello())
-            assert isinstance(welcome, wire.Welcome)
+            assert isinstance(welcome, wire.Welcome), welcome
             return peer, welcome.session
 
         _, session = joined()
@@ -233,7 +233,7 @@ async def wait_for_ever(place: Place, chance: random.Random, report: Report) -> 
             peer.ask(wire.Hello(), 1000)  # it has read them all
         for number in range(1001, 1001 + LOOKS):  # a report is up to a second old
             looked = peer.ask(wire.Stats(), number)
-            assert isinstance(looked, wire.Value)
+            assert isinstance(looked, wire.Value), looked
             waiting = looked.value["server"]["waiting"]
             if waiting >= MAX_WAITING_REQUESTS - MAX_WAITING_PER_CLIENT:  # others come and go
                 break
