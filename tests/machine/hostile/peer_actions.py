@@ -233,6 +233,9 @@ async def wait_for_ever(place: Place, chance: random.Random, report: Report) -> 
             peer.ask(wire.Hello(), 1000)  # it has read them all
         for number in range(1001, 1001 + LOOKS):  # a report is up to a second old
             looked = peer.ask(wire.Stats(), number)
+            if isinstance(looked, wire.Refused) and looked.error.code == "too_many_requests":
+                waiting = MAX_WAITING_REQUESTS  # the report had to be made anew, and there was no place to wait for it
+                break
             assert isinstance(looked, wire.Value), looked
             waiting = looked.value["server"]["waiting"]
             if waiting >= MAX_WAITING_REQUESTS - MAX_WAITING_PER_CLIENT:  # others come and go
