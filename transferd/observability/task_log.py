@@ -314,14 +314,12 @@ class Windows:
         minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times = _together([minute.times for minute in minutes])
-        return KindReport(
-            tasks_per_s=tasks / short_s,
-            bytes_per_s=nbytes / short_s,
-            tasks_per_s_1min=sum([minute.tasks for minute in minutes]) / long_s,
-            bytes_per_s_1min=sum([minute.nbytes for minute in minutes]) / long_s,
-            p50_s=quantile(times, 0.5),
-            p99_s=quantile(times, 0.99),
-        )
+        recent = KindReport()
+        recent.tasks_per_s, recent.bytes_per_s = tasks / short_s, nbytes / short_s
+        recent.tasks_per_s_1min = sum([minute.tasks for minute in minutes]) / long_s
+        recent.bytes_per_s_1min = sum([minute.nbytes for minute in minutes]) / long_s
+        recent.p50_s, recent.p99_s = quantile(times, 0.5), quantile(times, 0.99)
+        return recent
 
     def storage_p99_s(self) -> float | None:
         """The waits of 99 of 100 of the last minute's tasks that waited for storage; None without any."""

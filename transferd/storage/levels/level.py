@@ -261,10 +261,10 @@ class StoreLevel:
                 del self.stuck[name]
 
     def find(self, names: Sequence[str], use: Use | None = None) -> list[bool] | None:
-        """The answer of its index (`Index.find`). A level that cannot be read, or is closed, has nothing."""
+        """The answer of its index (`Index.find`). A level that cannot be read has nothing."""
         try:
             return self.storage.index.find(names, use)
-        except (StorageError, Closed):  # another level may lose objects after this one was closed
+        except StorageError:
             return [False] * len(names)
 
     def has(self, names: Sequence[str]) -> list[bool | None]:
@@ -315,8 +315,11 @@ class StoreLevel:
         self._hints, self._absent = Names(), Names()
 
     def seems_to_have(self, name: str) -> bool:
-        """Whether it has the object, without I/O; answers also while it is left out."""
-        return self.has([name]) == [True] if self.known else self.hint(name) is not None
+        """Whether it has the object, without I/O; answers also while it is left out, or closed."""
+        try:
+            return self.has([name]) == [True] if self.known else self.hint(name) is not None
+        except Closed:  # another level loses objects after this one was closed
+            return False
 
     def statistics(self, found: Mapping[str, Any], pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
         """Its own figures beside `found`, those of its storage."""
