@@ -111,4 +111,4 @@ async def test_a_level_that_is_closed_has_nothing() -> None:
     await one.storage.open()
     one.opened()
     await one.storage.close()
-    assert not one.seems_to_have("a")
+    assert one.has(["a"]) == [False]

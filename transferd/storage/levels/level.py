@@ -269,7 +269,10 @@ class StoreLevel:
 
     def has(self, names: Sequence[str]) -> list[bool | None]:
         """For each name, whether it is here; None if only `Storage.exists` can find out."""
-        found = self.find(names)
+        try:
+            found = self.find(names)
+        except Closed:  # another level loses objects after this one was closed
+            found = [False] * len(names)
         return [None] * len(names) if found is None else list(found)
 
     def handed_on(self, name: str, nbytes: int, use: Use, depth: int) -> Item:
@@ -315,11 +318,8 @@ class StoreLevel:
         self._hints, self._absent = Names(), Names()
 
     def seems_to_have(self, name: str) -> bool:
-        """Whether it has the object, without I/O; answers also while it is left out, or closed."""
-        try:
-            return self.has([name]) == [True] if self.known else self.hint(name) is not None
-        except Closed:  # another level loses objects after this one was closed
-            return False
+        """Whether it has the object, without I/O; answers also while it is left out."""
+        return self.has([name]) == [True] if self.known else self.hint(name) is not None
 
     def statistics(self, found: Mapping[str, Any], pending_bytes: int, kept_bytes: int, refuses: str) -> dict[str, Any]:
         """Its own figures beside `found`, those of its storage."""

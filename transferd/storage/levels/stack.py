@@ -21,7 +21,7 @@ from typing import Any
 import structlog
 
 from transferd.config import LevelSection, StorageSection
-from transferd.errors import StillRunning, StorageError
+from transferd.errors import Closed, StillRunning, StorageError
 from transferd.runtime.aio import Paced, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools, Threads
@@ -344,6 +344,8 @@ class LevelsStorage(Storage, Index, Levels):
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
         """Loads a few bytes that are in the first level's memory at once, and returns a done future."""
+        if self._closed:
+            raise Closed(f"{self.backend} storage is closed")
         items = as_chain(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
         if first.storage.slots_at_once == 0 and first.known and not first.out:
