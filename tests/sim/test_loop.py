@@ -6,6 +6,7 @@ import asyncio
 import functools
 import itertools
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -105,6 +106,15 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another() -> None:
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[2][0]
     assert runs[0][1] != runs[2][1]
+
+
+def test_jitter_comes_from_the_seed_too() -> None:
+    async def drawn(_: SimLoop) -> float:
+        return random.random()
+
+    random.seed(7)
+    assert simulate(drawn, 1) == simulate(drawn, 1) != simulate(drawn, 2)
+    assert random.random() == random.Random(7).random(), "a simulation leaves others' draws alone"
 
 
 def test_the_trace_is_the_same_byte_for_byte() -> None:

@@ -442,6 +442,8 @@ def simulate(main: Callable[[SimLoop], Coroutine[Any, Any, T]], seed: int, **opt
     behind; each tells the seed and the last steps. options: those of SimLoop.
     """
     loop = SimLoop(seed, **options)  # type: ignore[abstract] # sockets and processes are left out on purpose
+    others = random.getstate()
+    random.seed(seed)  # the jitter of pauses
     try:
         with mock.patch.object(loop_turns, "PIECE_S", math.inf):  # no step hangs on how fast this machine is
             result: T = loop.run_until_complete(main(loop))
@@ -451,6 +453,7 @@ def simulate(main: Callable[[SimLoop], Coroutine[Any, Any, T]], seed: int, **opt
             error.__notes__ = [*getattr(error, "__notes__", ()), loop.story()]  # add_note, from Python 3.11 on
         raise
     finally:
+        random.setstate(others)
         loop.abandon()
         loop.close()
     return result
