@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -183,6 +185,32 @@ async def test_objects_lost_by_the_medium_are_stored_again_although_the_index_ha
         assert (list(outcome.moved), outcome.error, outcome.bytes) == (list(range(6)), None, 2 * LAYOUT.block_bytes)
         assert [path.read_bytes() for path in lost] == [content for content, path in files.items() if path in lost]
     finally:
+        await rig.close()
+
+
+async def test_a_stop_while_the_medium_is_looked_at_confirms_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that hangs has not said that it has the blocks, and the others were never written."""
+    storage = FileStorage(file_config(tmp_path, 64 * 1024**2))
+    rig = await Rig(storage=storage).open()
+    looking, answers = threading.Event(), threading.Event()
+
+    def hangs(name: str, nbytes: int) -> str:
+        looking.set()
+        assert answers.wait(60)
+        return ""
+
+    try:
+        assert (await rig.run(write(KEYS[:2], IDS[:2]))).error is None
+        monkeypatch.setattr(storage._directory, "missing", hangs)
+        job = rig.start(write(KEYS, IDS, "again"))
+        assert await asyncio.to_thread(looking.wait, 60)
+        job.stop.set(Stop.EXPIRED)
+        outcome = await rig.ended(job)
+        assert (list(outcome.moved), outcome.stop) == ([], Stop.EXPIRED)
+    finally:
+        answers.set()
         await rig.close()
 
 

@@ -99,6 +99,8 @@ class StorageSink:
             stored = asked.result()
         else:  # the index may be wrong about the medium
             stored = await self._looked_at(share, stored)
+            if stored is None:
+                return ()
         missing: Sequence[int] = [i for i, there in enumerate(stored) if not there]
         if len(missing) < len(stored):
             self.stored(share, [i for i, there in enumerate(stored) if there], 0)
@@ -143,15 +145,18 @@ class StorageSink:
             share.step("not admitted", refused)
         return admitted
 
-    async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool]:
-        """`stored`, but False for objects that the medium has lost: the answer `ok` promises that all are stored."""
+    async def _looked_at(self, share: Share, stored: list[bool]) -> list[bool] | None:
+        """`stored`, but False for objects that the medium has lost: the answer `ok` promises that all are stored.
+
+        None if the task was stopped before the medium has answered: then nothing is known to be there.
+        """
         there = [i for i, found in enumerate(stored) if found]
         look = self._storage.index.look([share.names[i] for i in there]) if there else None
         if look is None:
             return stored
         asked = share.context.background.begin(look)
         if not await share.answered(asked):
-            return [True] * len(stored)  # the task has been stopped
+            return None
         held = dict(zip(there, asked.result(), strict=True))
         return [held.get(i, False) for i in range(len(stored))]
 
