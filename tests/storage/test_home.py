@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -168,3 +169,27 @@ def test_a_home_knows_what_is_beneath_it(mounts: list[Path]) -> None:
     assert home.away() == AWAY
     mounted_anew(mounts[0])
     assert home.away() == ""
+
+
+async def test_a_disk_that_did_not_answer_at_the_start_and_is_unmounted_then_is_not_made_anew(
+    open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    earlier = await open_storage(disks(mounts))
+    await put(earlier, names(10))
+    await earlier.storage.close()
+    made = disks(mounts)
+    disk = made._all[1]
+
+    def no_answer() -> None:
+        raise disk._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
+
+    with monkeypatch.context() as ill:
+        ill.setattr(disk._directory, "open", no_answer)
+        harness = await open_storage(made)
+        assert harness.storage.statistics()["disks_failed"] == 1
+        gone(mounts[1])
+    monkeypatch.setattr(disk._directory.home, "away", lambda: "")  # it goes just after it was looked for
+    await until(lambda: "Input/output error" not in disk.lost)  # it was tried again
+    assert "nothing is mounted at" in disk.lost
+    assert not list(mounts[1].iterdir()), "nothing was written beneath the mount point"

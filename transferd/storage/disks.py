@@ -86,6 +86,7 @@ class Disk(FileStorage):
         return self.ledger.listed.mounts
 
     async def enter(self) -> None:
+        await self.mounts()  # what is there now: its file system may have gone since a try before
         point, home = self._book.mounts.get(self.path), self._directory.home
         if self.ledger.listed.epoch is not None:  # the store itself is there, perhaps with another mount point
             point = None
