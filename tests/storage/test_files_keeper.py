@@ -27,7 +27,7 @@ from tests.storage.real_disks import (
     writable,
 )
 from tests.support.waits import until
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, StorageError
 from transferd.storage import journal, ledger, orders
 from transferd.storage.base import Found
 from transferd.storage.disks import Disks
@@ -276,6 +276,31 @@ async def test_a_purge_reaches_the_quarantine(open_storage: Open, tmp_path: Path
     assert len(list(aside.iterdir())) == 1, "it was set aside just now"
     await keeper(harness).purge(Selection(model="m"))
     assert not list(aside.iterdir())
+
+
+async def test_a_purge_that_left_an_object_takes_nothing_at_a_restart_that_was_stored_since(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = one_disk(tmp_path)
+    await storage.open()
+    harness = Harness(storage, Memory(4 * 1024**2))
+    await put(harness, names(5))
+    remove = storage._directory.remove
+
+    def refused(name: str, *, keep: bool = False) -> None:
+        if name == names(1)[0]:
+            raise StorageError("Permission denied", code="storage_denied")
+        remove(name, keep=keep)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage._directory, "remove", refused)
+        with pytest.raises(StorageError, match="1 objects could not be removed"):
+            await storage.keeper.purge(Selection(model="m"))
+    await put(harness, names(5))
+    await storage.close()
+    harness.release()
+    again = await open_storage(one_disk(tmp_path))
+    assert await there(again, names(5)) == set(names(5))
 
 
 async def test_the_second_of_two_overlapping_purges_waits_for_what_the_first_removes(

@@ -13,6 +13,7 @@ from tests.support import native
 from tests.support.blobs import put as put_blobs
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import STORED, Blob, Found
+from transferd.storage.queues import Use
 from transferd.storage.selection import Selection
 from transferd.storage.stuck import FAILING
 
@@ -108,6 +109,29 @@ async def test_what_can_be_removed_again_goes_at_the_next_try(
     await storage._effects.end()
     assert storage._stuck.statistics()["stuck"] == 0
     assert "0/0" not in storage.objects
+
+
+@pytest.mark.parametrize("how", ["looks first", "stores"])
+async def test_what_a_task_stores_again_meanwhile_stays(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A task that is told `ok` for an object that was to be removed counts on it."""
+    storage = await filled(open_storage, 3)
+    storage.failures["remove 0/0"] = StorageError("denied", code=DENIED)
+    [entry] = [entry for entry in [storage._index.get("0/0")] if entry is not None]
+    assert await storage.drop([entry]) == 1
+    if how == "stores":
+        assert await put(storage, "0/0") is Found.EXISTS
+    else:
+        assert storage.stored(["0/0"], Use()) == [True]
+    monkeypatch.setattr("transferd.storage.stuck.RETRY_S", -1.0)
+    storage._stuck.try_again()
+    await storage._effects.end()
+    assert storage.find(["0/0"], None) == [True]
+    assert "0/0" in storage.objects
+    assert storage._stuck.statistics()["stuck"] == 0
+    assert await put(storage, "new/0") is STORED.found
+    assert "1/0" not in storage.objects, "it is evicted as any other, when it is the oldest"
 
 
 async def test_a_purge_says_what_it_could_not_remove(open_storage: Open) -> None:

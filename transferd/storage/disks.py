@@ -239,6 +239,10 @@ class Disks(Storage, Index):
         each = [disk.find(names, use) for disk in self._live]
         return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
 
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        each = [disk.stored(names, use) for disk in self._live]
+        return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
+
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         return self._looked(names)
 

@@ -73,31 +73,37 @@ class FilesKeeper(Keeper):
         live = self._live
         dropped = await every([place.index_keeper.drop(selection) for place in live])
         self._book.unpin(name for one in dropped for name in one.pinned)
-        kept_by = await self._record()
-        removed = await every([self._removed(place, one) for place, one in zip(live, dropped, strict=True)])
+        kept_by, left = await self._record(), list[StorageError]()
+        removed = await every([self._removed(place, one, left) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
         returned = [place for place in self._live if place not in live]  # a store that failed elsewhere may end there
         if returned and selection.unused_s is None:
             again = Selection(
                 frozenset(name for one in dropped for name in one.coming if selection.fits(name)), selection.owner
             )
-            await every([self._removed(place, await place.index_keeper.drop(again)) for place in returned])
+            await every([self._removed(place, await place.index_keeper.drop(again), left) for place in returned])
         gone = [place for place, total in zip(live, removed, strict=True) if total is not None]
         await every([place.record([order.id]) for place in gone if order.id not in place.ledger.listed.applied])
         reached = [place for place in self._live if order.id in place.ledger.listed.applied]
         await self._tidy()
+        if left:
+            raise left[0]
         not_reached = [place.path for place in self._places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
 
-    async def _removed(self, place: Place, dropped: Dropped) -> Purged | None:
-        """What has gone; None if the place failed meanwhile: it does the rest when it returns."""
+    async def _removed(self, place: Place, dropped: Dropped, left: list[StorageError]) -> Purged | None:
+        """What has gone; None if the place failed meanwhile: it does the rest when it returns.
+
+        left: gets an error if objects are still stored. Who purges is told, and for this place the order ends all the
+        same: it would take what is stored from now on at the next start.
+        """
         try:
             removed = await place.index_keeper.removed(dropped)
             await place.empty_quarantine(dropped.selection)
-        except StorageError:
+        except StorageError as error:
             if not place.lost:
-                raise
-            return None
+                left.append(error)
+                return Purged()
         return None if place.lost else removed
 
     async def catch_up(self) -> None:
@@ -106,7 +112,7 @@ class FilesKeeper(Keeper):
             if orders := self._book.left_for(place.ledger.listed):
                 overdue, index = Overdue(orders, everything=False), place.index_keeper
                 names = frozenset(name for name in index.names() if overdue.fits(name, 0.0))
-                if await self._removed(place, await index.drop(Selection(names))) is not None:
+                if await self._removed(place, await index.drop(Selection(names)), []) is not None:
                     await place.record([one.id for one in orders])
         await self._tidy()
 

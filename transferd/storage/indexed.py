@@ -12,16 +12,15 @@ A store decides for each object, in order:
   decide again. If this task or later ones hold it: StorageFull. So a chain longer than the store keeps its root
   (lru.py). If running writes of this task are deeper than the objects to evict, also wait for one, unless it hangs.
 
-All writes that can start do so together, in several threads. Each write first removes the objects that make room for
-it, so the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one
-goes, and the write is done again. So is, once, a write that finds the medium full although the index had room (other
-files, a quota): it evicts its own size; then it is StorageFull.
+All writes that can start do so together, in several threads. Each first removes the objects that make room for it, so
+the bytes held never exceed the capacity. A victim that cannot be removed is set aside (stuck.py); the next one goes,
+and the write is done again. So is, once, a write that finds the medium full although the index had room (other files, a
+quota): it evicts its own size; then it is StorageFull.
 
-A load reads what is present. An object that turns out to be gone is MISSING and leaves the index. One of another length
-than the item's is damaged, because names are content keys and a layout has one object size: it is also MISSING, and is
-quarantined, so that the next store can write it again.
-
-Running I/O bounds every wait. A cancelled caller gets its cancellation when that has ended (aio.py).
+A load reads what is present. An object that is gone is MISSING and leaves the index. One of another length than the
+item's is damaged, because names are content keys and a layout has one object size: it is MISSING, too, and is
+quarantined, so that the next store can write it again. Running I/O bounds every wait. A cancelled caller gets its
+cancellation when that has ended (aio.py).
 """
 
 from __future__ import annotations
@@ -176,6 +175,10 @@ class IndexedStorage(Index, Storage):
         self._check_open()
         return self._index.find(names, use)
 
+    def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
+        self._stuck.stored(names)
+        return self.find(names, use)
+
     def _check_not_closed(self) -> None:
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
@@ -318,6 +321,7 @@ class IndexedStorage(Index, Storage):
         present = self._index.get(name)
         if present is not None and present.nbytes == nbytes:
             # Touch it now, or another object of this batch could evict it.
+            self._stuck.stored([name])
             self._index.touch_one(present, use, depth)
             return EXISTS
         if present is not None:  # of another length, so no load could ever use it
@@ -566,8 +570,6 @@ class IndexedStorage(Index, Storage):
             return None
         self._counts["evictions"] += len(victims)
         return self._stuck.remove(victims)
-
-    # --- purges (keeping.py) ------------------------------------------------------------------------
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         now = self._now()

@@ -21,7 +21,7 @@ from transferd.errors import StorageError
 from transferd.storage.batch import Write, is_whole
 from transferd.storage.effects import Effects
 from transferd.storage.lru import LruIndex, Victim
-from transferd.storage.queues import EVICTED, STUCK
+from transferd.storage.queues import EVICTED, STUCK, Use
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +96,14 @@ class StuckObjects:
         """The same of bad objects that fit (`note`)."""
         bad = [name for name, one in self._refused.items() if not one.nbytes and name not in self._effects.busy]
         return self.remove([Victim(name, 0) for name in bad if fits(name)])
+
+    def stored(self, names: Sequence[str]) -> None:
+        """A task has just found these stored, and skips its store: they must stay, whoever wanted them to go before."""
+        for name in names if self._refused else ():
+            entry = self._index.get(name) if name in self._refused else None
+            if entry is not None and entry.kept & STUCK:
+                self._index.unpin(entry, Use(), STUCK)
+                del self._refused[name]
 
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""

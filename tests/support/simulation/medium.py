@@ -65,6 +65,11 @@ class Medium:
         """Whether the store uses it, as far as it knows."""
         return self.disk is not None and not self.disk.lost
 
+    @property
+    def replaced(self) -> bool:
+        """Whether another file system lies there than the one that the store uses, which it will notice at a write."""
+        return self.disk is not None and self.serves and bool(self.disk._directory.home.lock.problem())
+
     def serve(self, disk: FileStorage, threads: SimThreads) -> None:
         """From now on it is this daemon's. threads: those that call it."""
         self.disk, self._threads = disk, [threads]

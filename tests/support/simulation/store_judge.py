@@ -65,6 +65,7 @@ class Judge:
     started: dict[str, float]  # when the latest store of a key began
     own: dict[str, float]  # and the latest that went well
     found_at: float
+    came: set[str]  # keys that this life has found on its media: each belongs to whichever engine used it first
     born: float  # when this life began
     pinned: set[str]  # keys that were ever pinned
     purged_at: dict[str, float]
@@ -104,8 +105,8 @@ class Judge:
         """Whether the store is disks alone, and evicts nothing."""
         return self.levels == ["file"] and self.objects["d"] >= 1000
 
-    def turns(self) -> list[tuple[int, int]]:
-        return [(medium.deaths, medium.returns) for medium in self.media]
+    def turns(self) -> list[tuple[int, int, bool]]:
+        return [(medium.deaths, medium.returns, medium.replaced) for medium in self.media]
 
     def reads(self, key: str) -> bool:
         """Whether an object is being read on a disk now."""
@@ -127,17 +128,18 @@ class Judge:
                 self.purged_at[key] = now
 
     def check_taken(
-        self, keys: Sequence[str], stored: set[str], before: Sequence[tuple[int, int]], began: float
+        self, keys: Sequence[str], stored: set[str], before: Sequence[tuple[int, int, bool]], began: float
     ) -> None:
         """A store has ended. before: the turns of the media when it began."""
         if not self.plain or any(self.purged_at.get(key, -1.0) >= began for key in keys):
             return
-        change = [(dead - d, back - b) for (dead, back), (d, b) in zip(self.turns(), before, strict=True)]
+        change = [(dead - d, back - b) for (dead, back, _), (d, b, _) in zip(self.turns(), before, strict=True)]
         died = [medium for medium, (deaths, _) in zip(self.media, change, strict=True) if deaths or medium.unwell]
         lived = [medium for medium in self.media if medium not in died]
         turned = any(returns for _, returns in change)  # then a trial may have gone well after a write that did not
         hung = any(medium.hangs for medium in self.media) or turned
-        idle = [medium for medium in lived if medium.serves]
+        replaced = [medium for medium, (_, _, other) in zip(self.media, before, strict=True) if other]
+        idle = [medium for medium in lived if medium.serves and medium not in replaced]
         failed = [key for key in keys if key not in stored]
         assert not failed or hung or not idle, f"kept: {failed} were not stored, and a disk works"
         for key in stored.difference(self.rotten):

@@ -129,6 +129,7 @@ class Node(Judge):
             if medium.away or medium.hangs:
                 medium.come_back("same")
         self.found_at = self.born = self.loop.time()
+        self.came = set[str]().union(*(self.where(name) for name in self.levels if name != "memory"))
         self.crews.clear()
         self.storage = self.build()
         self.present.clear()

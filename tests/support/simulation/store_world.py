@@ -304,13 +304,15 @@ class Story(Node):
             purged = await self.clients[engine or "a"].purge(engine=engine)
         finally:
             self.harmed()
-            self.purges(engine, self.loop.time())
+            # After a kill nobody knows whose an object was: all that may be the engine's goes (orders.py).
+            self.purges(engine if life == self.lives else None, self.loop.time())
         if life != self.lives:
             return
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
             known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
+            known = {key for key in known if key not in self.came or self.users[key] == {engine}}
             used = {key for key in gone if self.found_at < self.loaded.get(key, -1.0) < began - USED_S}
             known |= {key for key in used if self.users[key] == {engine} and not self.drained}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
@@ -355,6 +357,7 @@ class Story(Node):
             await self.clients["a"].use_level(name)
             self.check_forgotten(name, began)
             self.found_at = max(self.found_at, self.loop.time())
+            self.came |= self.where(name)
 
     def _kill(self) -> Any:
         return self.again

@@ -260,10 +260,10 @@ class StoreLevel:
             if self.stuck[name] <= 0:
                 del self.stuck[name]
 
-    def find(self, names: Sequence[str], use: Use | None = None) -> list[bool] | None:
-        """The answer of its index (`Index.find`). A level that cannot be read has nothing."""
+    def find(self, names: Sequence[str], use: Use | None = None, *, stores: bool = False) -> list[bool] | None:
+        """The answer of its index (`Index.find`, or `stored`). A level that cannot be read has nothing."""
         try:
-            return self.storage.index.find(names, use)
+            return (self.storage.index.stored if stores else self.storage.index.find)(names, use)
         except StorageError:
             return [False] * len(names)
 

@@ -306,7 +306,7 @@ class LevelsStorage(Storage, Index, Levels):
         level = next((one for one in self.all_levels if one.known and not one.out), None)
         if level is None:
             return [False] * len(names)
-        there = level.find(names, use)
+        there = level.find(names, use, stores=True)
         assert there is not None
         if use is not None:
             here = [(name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one]
