@@ -30,6 +30,7 @@ from tests.support.waits import until
 from transferd.errors import ConfigError, StorageError
 from transferd.storage import journal, ledger, orders
 from transferd.storage.base import Found
+from transferd.storage.directory import ObjectDirectory
 from transferd.storage.disks import Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
@@ -301,6 +302,45 @@ async def test_a_purge_that_left_an_object_takes_nothing_at_a_restart_that_was_s
     harness.release()
     again = await open_storage(one_disk(tmp_path))
     assert await there(again, names(5)) == set(names(5))
+
+
+async def test_an_object_that_a_start_cannot_remove_costs_no_other_at_the_next_start(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of root, and each start would have emptied the store by the same order again."""
+    storage = one_disk(tmp_path)
+    await storage.open()
+    harness = Harness(storage, Memory(4 * 1024**2))
+    await put(harness, names(5))
+    killed_at = asyncio.Event()
+
+    async def ends_here(*_: object) -> None:
+        killed_at.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(storage._files_keeper, "_removed", ends_here)
+    purging = asyncio.ensure_future(storage.keeper.purge(Selection(model="m")))
+    await killed_at.wait()
+    purging.cancel()
+    storage.abandon()
+    harness.release()
+    [first, *_], remove = names(5), ObjectDirectory.remove
+
+    def refused(self: ObjectDirectory, name: str, *, keep: bool = False) -> None:
+        if name == first:
+            raise StorageError("Permission denied", code="storage_denied")
+        remove(self, name, keep=keep)
+
+    monkeypatch.setattr(ObjectDirectory, "remove", refused)
+    again = one_disk(tmp_path)
+    await again.open()
+    harness = Harness(again, Memory(4 * 1024**2))
+    assert await there(harness, names(5)) == set(), "it was purged, and is not served"
+    await put(harness, names(5)[2:])
+    await again.close()
+    harness.release()
+    last = await open_storage(one_disk(tmp_path))
+    assert await there(last, names(5)) == set(names(5)[2:])
 
 
 async def test_the_second_of_two_overlapping_purges_waits_for_what_the_first_removes(

@@ -44,7 +44,7 @@ from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
-from transferd.storage.orders import OrderBook, Overdue, PurgeRecord
+from transferd.storage.orders import NOBODY, OrderBook, Overdue, PurgeRecord
 from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
@@ -214,12 +214,14 @@ class FileStorage(FileRuns):
         if strange and overdue.removed:
             log.warning("a store was emptied", path=self.path, objects=overdue.removed, why=strange)
         elif overdue.removed:
-            log.info("purged objects were removed", path=self.path, objects=overdue.removed, left=stuck)
+            log.info("purged objects were removed", path=self.path, objects=overdue.removed, left=len(stuck))
         for start in range(0, len(pins), SLICE):
             self.index_keeper.pins.restore(pins[start : start + SLICE])
             await asyncio.sleep(0)
         try:
-            applied = [] if stuck else [order.id for order in orders]
+            applied = [order.id for order in orders]
+            if stuck:  # these alone go at the next start, and nothing that is stored until then
+                orders.append(self._book.purge(Selection(frozenset(stuck)), NOBODY, None))
             await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
         except OSError as error:
             if error.errno not in FULL:
@@ -243,12 +245,12 @@ class FileStorage(FileRuns):
             return ""  # of an earlier release, or new
         return listed.follows(self._book.epoch)
 
-    def _find(self, overdue: Overdue) -> tuple[UseOrder, list[KeptPin], int]:
+    def _find(self, overdue: Overdue) -> tuple[UseOrder, list[KeptPin], list[str]]:
         """In a thread: what is there, in its order, and its pins; starts the journal with it.
 
-        Also returns how many objects should go, and could not be removed.
+        Also returns the names of objects that should go, and could not be removed.
         """
-        found, stuck = self._directory.scan(), 0
+        found, stuck = self._directory.scan(), list[str]()
         if overdue:
             found, stuck = found.without(overdue.fits, self._directory.remove)
             self._directory.empty_quarantine(overdue.aside_until)

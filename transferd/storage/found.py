@@ -35,12 +35,14 @@ class FoundObjects:
         self.sizes.append(nbytes)
         self.mtimes.append(mtime_ns)
 
-    def without(self, goes: Callable[[str, float], bool], remove: Callable[[str], None]) -> tuple[FoundObjects, int]:
+    def without(
+        self, goes: Callable[[str, float], bool], remove: Callable[[str], None]
+    ) -> tuple[FoundObjects, list[str]]:
         """Remove the objects that `goes` says, by name and Unix time of modification.
 
-        Returns the others, and how many could not be removed.
+        Returns the others, and the names of those that could not be removed.
         """
-        kept, stuck = FoundObjects(refused=self.refused), 0
+        kept, stuck = FoundObjects(refused=self.refused), list[str]()
         for name, nbytes, mtime_ns in zip(self.names, self.sizes, self.mtimes, strict=True):
             if not goes(name, mtime_ns / 1e9):
                 kept.add(name, nbytes, mtime_ns)
@@ -48,7 +50,7 @@ class FoundObjects:
             try:
                 remove(name)
             except StorageError:
-                stuck += 1
+                stuck.append(name)
         return kept, stuck
 
 
