@@ -35,7 +35,7 @@ from transferd.wire.credentials import Credentials
 DEVICE = "tests.support.simulation.device:SimDevice"
 BLOCKS = 24  # of the device of each engine
 LAYOUT = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_size": 4, "device_blocks": BLOCKS, "ownership": "create"}
-OBJECT = 128 + 4096  # bytes that a capacity counts for each object, at most
+OBJECT = {"m": 192, "d": 128 + 4096}  # bytes that a capacity counts for each object, at most
 SHAPES = ("m", "d", "md", "mdd", "mb", "mb", "mdb", "mddb", "db", "ddb", "dd", "ddd", "ddd", "ddd")
 ROOMY = 1000  # objects: no object is evicted
 ENGINES, EACH = ("a", "b"), 7
@@ -83,7 +83,7 @@ class Node(Judge):
 
     def build(self) -> Storage:
         """The storage of a new life, on the media as they are."""
-        capacity = {kind: count * OBJECT for kind, count in self.objects.items()}
+        capacity = {kind: count * OBJECT[kind] for kind, count in self.objects.items()}
         file = section_of(self.media, capacity["d"])
         self.config = StorageSection(
             scrub_rate=Size(SCRUB_RATE),
@@ -128,7 +128,8 @@ class Node(Judge):
         for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
             if medium.away or medium.hangs:
                 medium.come_back("same")
-        self.found_at = self.born = self.loop.time()
+        self.found_at = self.loop.time()
+        self.gone = 0, self.found_at
         self.came = set[str]().union(*(self.where(name) for name in self.levels if name != "memory"))
         self.crews.clear()
         self.storage = self.build()

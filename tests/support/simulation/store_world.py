@@ -110,6 +110,7 @@ class Story(Node):
         self.seen[what] += 1
         self.check_durable(self.loop.time())
         self.check_refused()
+        self.check_held(self.loop.time())
         self.check_lost()
         if not self.first_is_well:
             self.calm = self.loop.time()
@@ -363,7 +364,7 @@ class Story(Node):
         return self.again
 
     async def again(self, *, clean: bool | None = None) -> None:
-        self.check_held()
+        self.check_held(self.loop.time())
         await self.end(clean=self.chance.random() < 0.4 if clean is None else clean)
         await every(self.working)
         for one in (self.working, self.storing, self.reading, self.drained):
@@ -445,7 +446,7 @@ class Story(Node):
         self.harmed()
         for kind, objects in self.objects.items():
             self.objects[kind] = self.chance.randint(4, 12) if objects < ROOMY else ROOMY
-        capacity = {kind: Size(count * OBJECT) for kind, count in self.objects.items()}
+        capacity = {kind: Size(count * OBJECT[kind]) for kind, count in self.objects.items()}
         replace = msgspec.structs.replace
         self.config = replace(
             self.config,
@@ -476,12 +477,13 @@ class Story(Node):
         await asyncio.sleep(CALM_S)
         # Nobody else looks at what vanished from a bucket; and what was evicted is copied again at its next use.
         if "b" in self.shape or (self.disks is not None and self.disks.storage.statistics()["evictions"]):
-            await self.check_reads()
+            await self.check_reads(apart=USED_S)  # one use at a time: a use queues a copy only if little waits
         await asyncio.sleep(CALM_S)
 
-    async def check_reads(self) -> None:
+    async def check_reads(self, *, apart: float = 0.0) -> None:
         for key in self.keys:
             await self.read([key])
+            await asyncio.sleep(apart)
 
 
 def live(seed: int) -> Counter[str]:
