@@ -27,6 +27,7 @@ from transferd.daemon.daemon import Daemon
 from transferd.storage.base import Storage
 from transferd.storage.levels.stack import LevelsStorage
 
+NOTICED_S = 0.1  # what has left a disk before that is in no answer
 COPIED_S = 45.0  # after a purge no copy that was asked for before it is still to be made
 PUSHY_S, MOST_REFUSED = 10.0, 60  # a bucket that refuses is written to so often within so long, at most
 
@@ -99,6 +100,20 @@ class Judge:
         if any(medium.away and medium.went >= since and medium.has(name) for medium in self.media):
             return True
         return any(gone.get(name, -1.0) >= since for gone in [self.bucket.gone, *(one.gone for one in self.media)])
+
+    def seen_to_leave(self, key: str, began: float, now: float) -> bool:
+        """Whether the store itself has removed an object from disks since `began`, and some time ago."""
+        name = self.names[key]
+        if self.bucket.gone.get(name, -1.0) >= began:
+            return False
+        return all(
+            one.serves
+            and not one.away
+            and one.disk is not None
+            and not one.disk.has(name)
+            and one.gone.get(name, -1.0) < now - NOTICED_S
+            for one in self.media
+        )
 
     # --- what a disk that works keeps ----------------------------------------------------------------
 
@@ -225,7 +240,7 @@ class Judge:
             kept = aside.get(medium, set()) & medium.set_aside()
             assert medium.unwell or named or not kept, f"purge: {kept} are in the quarantine of {medium.root.name}"
 
-    def check_alone(self, name: str, began: float, alone: int) -> None:
+    def check_alone(self, name: str, began: float, now: float, alone: int) -> None:
         places = self.where(name)
         if name == "file":  # the objects of a disk that has failed have left the level, and nobody can count them
             places = {key for key in places if any(one.has(self.names[key]) and not one.unwell for one in self.media)}
@@ -236,7 +251,8 @@ class Judge:
             if self.started.get(key, -1.0) <= self.own.get(key, -1.0)  # else nobody was told that it is there
             and self.purged_at.get(key, -1.0) < began  # it may have left the index, and its bytes follow
         }
-        only = {key for key in places if not any(key in one for one in others) and not self.left(key, began)}
+        unseen = {key for key in places if self.left(key, began) and not self.seen_to_leave(key, began, now)}
+        only = {key for key in places - unseen if not any(key in one for one in others)}
         assert len(only) <= alone, f"drain: {name} says {alone} alone, and {sorted(only)} are nowhere else"
 
     def check_leaving(self, name: str, began: float, there: set[str]) -> None:

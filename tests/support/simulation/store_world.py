@@ -341,7 +341,7 @@ class Story(Node):
             raise
         returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
         if life == self.lives and name in self.drained and name != "object" and not returned:
-            self.check_alone(name, began, change.objects)
+            self.check_alone(name, began, self.loop.time(), change.objects)
             self.check_leaving(name, began, there)
 
     def _use(self) -> Any:
