@@ -66,9 +66,9 @@ class Medium:
         return self.disk is not None and not self.disk.lost
 
     @property
-    def replaced(self) -> bool:
-        """Whether another file system lies there than the one that the store uses, which it will notice at a write."""
-        return self.disk is not None and self.serves and bool(self.disk._directory.home.lock.problem())
+    def good(self) -> bool:
+        """Whether the store uses it, and it is still the one that the store opened: it notices that at a write."""
+        return self.disk is not None and self.serves and not self.disk._directory.home.lock.problem()
 
     def serve(self, disk: FileStorage, threads: SimThreads) -> None:
         """From now on it is this daemon's. threads: those that call it."""

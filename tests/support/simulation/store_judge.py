@@ -110,7 +110,7 @@ class Judge:
             one.serves
             and not one.away
             and one.disk is not None
-            and not one.disk.has(name)
+            and one.disk.find([name], None) == [False]
             and one.gone.get(name, -1.0) < now - NOTICED_S
             for one in self.media
         )
@@ -123,7 +123,7 @@ class Judge:
         return self.levels == ["file"] and self.objects["d"] >= 1000
 
     def turns(self) -> list[tuple[int, int, bool]]:
-        return [(medium.deaths, medium.returns, medium.replaced) for medium in self.media]
+        return [(medium.deaths, medium.returns, medium.good) for medium in self.media]
 
     def reads(self, key: str) -> bool:
         """Whether an object is being read on a disk now."""
@@ -155,8 +155,8 @@ class Judge:
         lived = [medium for medium in self.media if medium not in died]
         turned = any(returns for _, returns in change)  # then a trial may have gone well after a write that did not
         hung = any(medium.hangs for medium in self.media) or turned
-        replaced = [medium for medium, (_, _, other) in zip(self.media, before, strict=True) if other]
-        idle = [medium for medium in lived if medium.serves and medium not in replaced]
+        good = [medium for medium, (_, _, was_good) in zip(self.media, before, strict=True) if was_good]
+        idle = [medium for medium in lived if medium.serves and medium in good]
         failed = [key for key in keys if key not in stored]
         assert not failed or hung or not idle, f"kept: {failed} were not stored, and a disk works"
         for key in stored.difference(self.rotten):
