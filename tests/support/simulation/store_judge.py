@@ -156,11 +156,12 @@ class Judge:
         turned = any(returns for _, returns in change)  # then a trial may have gone well after a write that did not
         hung = any(medium.hangs for medium in self.media) or turned
         good = [medium for medium, (_, _, was_good) in zip(self.media, before, strict=True) if was_good]
-        idle = [medium for medium in lived if medium.serves and medium in good]
+        serving = [medium for medium in lived if medium.serves]
+        idle = [medium for medium in serving if medium in good]
         failed = [key for key in keys if key not in stored]
         assert not failed or hung or not idle, f"kept: {failed} were not stored, and a disk works"
         for key in stored.difference(self.rotten):
-            there = {medium: medium.deaths for medium in idle if medium.has(self.names[key])}
+            there = {medium: medium.deaths for medium in serving if medium.has(self.names[key])}
             held = turned or any(medium.has(self.names[key]) for medium in died)
             assert there or held, f"kept: {key} is stored, it says, and no disk has it"
             self.kept[key] = there
