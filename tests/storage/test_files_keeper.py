@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,31 @@ async def test_the_only_disk_returns_without_what_was_purged_while_it_was_away(
     assert await there(harness, names(20)) == set(names(10, 10))
     assert len(on_disk(path)) == 20, "and their bytes are gone"
     assert (await keeper(harness).purge(Selection())).complete
+
+
+@needs_root
+async def test_a_disk_whose_return_fails_has_nothing(
+    open_storage: Open, mounts: list[Path], device: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was found again, then its orders could not be written: its objects seemed to be there until the next try."""
+    path = mounts[1]
+    storage = one_disk(path)
+    harness = await open_storage(storage)
+    await put(harness, names(5))
+    gone(path)
+    await keeper(harness).purge(Selection(frozenset(names(1))))
+    tried = threading.Event()
+
+    def refused(_: object) -> None:
+        storage.rest_s = 3600.0  # there is no other try
+        tried.set()
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(storage.ledger, "write", refused)
+    mounted_at(device, path)
+    await until(tried.is_set)
+    await until(lambda: storage.find(names(5), None) == [False] * 10)
+    assert storage.unusable()
 
 
 @needs_root

@@ -134,6 +134,16 @@ async def test_what_a_task_stores_again_meanwhile_stays(
     assert "1/0" not in storage.objects, "it is evicted as any other, when it is the oldest"
 
 
+async def test_nothing_comes_back_to_the_index_of_a_lost_store(open_storage: Open) -> None:
+    """A removal that began before the loss fails after it, when the index has been emptied."""
+    storage = await filled(open_storage, 2)
+    storage.failures |= {f"remove {number}/0": StorageUnavailable("lost") for number in range(2)}
+    entries = [entry for name in ("0/0", "1/0") if (entry := storage._index.get(name)) is not None]
+    storage._stuck._unusable = lambda: "its lock was removed"
+    assert await storage.drop(entries) == 2
+    assert storage.find(["0/0", "1/0"], None) == [False, False]
+
+
 async def test_a_purge_says_what_it_could_not_remove(open_storage: Open) -> None:
     storage = await filled(open_storage, 3)
     storage.failures["remove 1/0"] = StorageError("denied", code=DENIED)

@@ -481,9 +481,11 @@ class FileStorage(FileRuns):
             with contextlib.suppress(TimeoutError):  # a reload of the configuration ends the rest
                 await wait_for(self._try_now.wait(), self.rest_s)
             self._try_now.clear()
-            await self._forget_all()  # what was still being stored, or the last try has found
+            await self._forget_all()  # what was still being stored
             if await self._returns():
                 self._returned(before)
+            else:
+                await self._forget_all()  # what the try has found
             self.rest_s = self.rest_s or RETRY_S
 
     async def _returns(self) -> bool:

@@ -103,7 +103,7 @@ class IndexedStorage(Index, Storage):
         self._threads = threads
         self._shares = shares
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
-        self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
+        self._stuck = StuckObjects(self._index, self._effects, self._remove, now, self.unusable)
         self._inline_bytes = inline_bytes
         self.slots_at_once = shares
         self._counts: Counter[str] = Counter()

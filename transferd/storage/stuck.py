@@ -42,6 +42,7 @@ class StuckObjects:
     """One index's objects that cannot be removed. Used on one event loop.
 
     remove: an effect, which raises StorageError. now: monotonic seconds.
+    unusable: why the store is lost; then its index is empty, and nothing comes back to it.
 
     whole: set when an error of the whole store kept an object; whoever wants to know clears it first.
     """
@@ -50,13 +51,14 @@ class StuckObjects:
     _effects: Effects
     _remove: Callable[[str], None]
     _now: Callable[[], float]
+    _unusable: Callable[[], str]
     _refused: dict[str, _Stuck] = field(default_factory=dict)
     _unread: Sequence[str] = ()
     whole: bool = False
 
     def keep(self, write: Write) -> int:
         """Put the victims of a write that were not removed back into the index. Returns how many."""
-        for victim in write.victims:
+        for victim in write.victims if not self._unusable() else ():
             self._index.restore(*victim)
         for victim, error in write.refused:
             self._keep(victim, error)
@@ -65,6 +67,8 @@ class StuckObjects:
         return kept
 
     def _keep(self, victim: Victim, error: StorageError) -> None:
+        if self._unusable():
+            return
         if not victim.nbytes:  # it is bad (`note`), and must not be served
             self._note(victim, error)
             return

@@ -140,7 +140,8 @@ class Judge:
         for one in self.reading:
             one.begun |= {key: one.kept[key] for key in one.own.intersection(one.kept) if self.reads(key)}
         for key in self.names:  # what a life has found belongs to whichever engine uses it first
-            if engine in (None, key[0]) or self.own.get(key, -1.0) <= self.found_at or key in self.pinned:
+            found = self.own.get(key, -1.0) <= self.found_at or key in self.came
+            if engine in (None, key[0]) or found or key in self.pinned:
                 self.kept.pop(key, None)
                 self.purged_at[key] = now
 
@@ -269,11 +270,11 @@ class Judge:
             assert not old, f"use: the bucket was put back, and {len(old)} of its old answers are believed"
 
     def check_held(self, now: float) -> None:
-        """What memory is to hand down stays there until that is done: only a purge removes it before."""
+        """What memory is to hand down stays there until that is done: only a purge removes it before, or damage."""
         storage, latest = self.storage, max(self.purged_at.values(), default=-math.inf)
         if isinstance(storage, LevelsStorage) and self.shape in ("mb", "md", "mdd"):
             before, self.gone = self.gone, (storage.all_levels[-1].lost["gone"], now)
-            early, forgiven = self.gone[0] - before[0], before[1] - latest < COPIED_S
+            early, forgiven = self.gone[0] - before[0], before[1] - latest < COPIED_S or self.spoils
             assert forgiven or early <= 0, f"copies: {early} objects left memory before they were copied"
 
     def check_refused(self) -> None:
