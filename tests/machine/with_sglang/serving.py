@@ -35,7 +35,10 @@ ON_THE_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend",
     "none", "--skip-server-warmup", "--skip-tokenizer-init", "--sleep-on-idle", "--page-size", str(PAGE),
     "--context-length", "4096", "--hicache-ratio", "2", "--hicache-write-policy", "write_through",
-    "--dtype", "float32", "--mem-fraction-static", "0.05", "--hicache-storage-prefetch-policy", "wait_complete",
+    "--dtype", "float32", "--hicache-storage-prefetch-policy", "wait_complete",
+    # --max-total-tokens bounds the pool. SGLang takes memory that others use meanwhile for its own weights, and gives
+    # up where that is more than this part of what was free before
+    "--mem-fraction-static", "0.5",
 )  # fmt: skip
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1",
