@@ -19,8 +19,7 @@ quota): it evicts its own size; then it is StorageFull.
 
 A load reads what is present. An object that is gone is MISSING and leaves the index. One of another length than the
 item's is damaged, because names are content keys and a layout has one object size: it is MISSING, too, and is
-quarantined, so that the next store can write it again. Running I/O bounds every wait. A cancelled caller gets its
-cancellation when that has ended (aio.py).
+quarantined, so that the next store can write it again. Running I/O bounds every wait, also of a cancelled caller.
 """
 
 from __future__ import annotations
@@ -176,7 +175,8 @@ class IndexedStorage(Index, Storage):
         return self._index.find(names, use)
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        self._stuck.stored(names)
+        if self._stuck.refused:
+            self._stuck.stored(names)
         return self.find(names, use)
 
     def _check_not_closed(self) -> None:

@@ -52,14 +52,15 @@ class StuckObjects:
     _remove: Callable[[str], None]
     _now: Callable[[], float]
     _unusable: Callable[[], str]
-    _refused: dict[str, _Stuck] = field(default_factory=dict)
+    refused: dict[str, _Stuck] = field(default_factory=dict)
     _unread: Sequence[str] = ()
     whole: bool = False
 
     def keep(self, write: Write) -> int:
         """Put the victims of a write that were not removed back into the index. Returns how many."""
-        for victim in write.victims if not self._unusable() else ():
-            self._index.restore(*victim)
+        for victim in write.victims:
+            if not self._unusable():
+                self._index.restore(*victim)
         for victim, error in write.refused:
             self._keep(victim, error)
         kept = len(write.victims) + len(write.refused)
@@ -87,9 +88,9 @@ class StuckObjects:
             self._note(Victim(name, 0), error)
 
     def _note(self, victim: Victim, error: StorageError) -> None:
-        if not self._refused:
+        if not self.refused:
             log.warning("an object cannot be removed and is set aside", problem=str(error), action=ACTION)
-        self._refused[victim.name] = _Stuck(self._now(), victim.nbytes, str(error))
+        self.refused[victim.name] = _Stuck(self._now(), victim.nbytes, str(error))
 
     def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[int]:
         """Remove objects that have just left the index, in the background. The result: how many are still stored."""
@@ -98,16 +99,16 @@ class StuckObjects:
 
     def remove_bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
         """The same of bad objects that fit (`note`)."""
-        bad = [name for name, one in self._refused.items() if not one.nbytes and name not in self._effects.busy]
+        bad = [name for name, one in self.refused.items() if not one.nbytes and name not in self._effects.busy]
         return self.remove([Victim(name, 0) for name in bad if fits(name)])
 
     def stored(self, names: Sequence[str]) -> None:
         """A task has just found these stored, and skips its store: they must stay, whoever wanted them to go before."""
-        for name in names if self._refused else ():
-            entry = self._index.get(name) if name in self._refused else None
+        for name in names:
+            entry = self._index.get(name) if name in self.refused else None
             if entry is not None and entry.kept & STUCK:
                 self._index.unpin(entry, Use(), STUCK)
-                del self._refused[name]
+                del self.refused[name]
 
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""
@@ -120,38 +121,38 @@ class StuckObjects:
             if (error := failed.get(victim.name)) is not None:
                 self._keep(victim, error)
             else:
-                self._refused.pop(victim.name, None)
+                self.refused.pop(victim.name, None)
         return len(failed)
 
     def _due(self, busy: Container[str]) -> list[Victim]:
         """Objects to try again now; they leave the index. busy: names that something else changes."""
         due: list[Victim] = []
         before = self._now() - RETRY_S
-        for name, refusal in list(self._refused.items()):
+        for name, refusal in list(self.refused.items()):
             if refusal.at > before or name in busy:
                 continue
             entry = self._index.get(name)
             if entry is None or entry.kept == STUCK:
                 self._index.forget(name, why=EVICTED)
-                self._refused[name] = refusal._replace(at=self._now())
+                self.refused[name] = refusal._replace(at=self._now())
                 due.append(Victim(name, refusal.nbytes))
             elif not entry.kept & STUCK:  # another object of this name: the old one's file is overwritten
-                del self._refused[name]
+                del self.refused[name]
             if len(due) == AT_ONCE:
                 break
         return due
 
     def opened(self, refused: Sequence[str]) -> None:
         """The store was opened anew. refused: why a directory or file was left alone."""
-        self._refused.clear()
+        self.refused.clear()
         self._unread = refused
         if refused:
             log.warning("what cannot be read is left alone", members=len(refused), first=refused[0], action=ACTION)
 
     def statistics(self) -> dict[str, Any]:
-        why = [refusal.why for refusal in self._refused.values()] or self._unread
+        why = [refusal.why for refusal in self.refused.values()] or self._unread
         return {
-            "stuck": len(self._refused) + len(self._unread),
-            "stuck_bytes": sum(refusal.nbytes for refusal in self._refused.values()),
+            "stuck": len(self.refused) + len(self._unread),
+            "stuck_bytes": sum(refusal.nbytes for refusal in self.refused.values()),
             "stuck_why": why[0] if why else "",
         }
