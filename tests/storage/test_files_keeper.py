@@ -53,6 +53,18 @@ def keeper(harness: Harness) -> FilesKeeper:
     return harness.storage.keeper
 
 
+def refuses_to_go(stuck: str, patch: pytest.MonkeyPatch) -> None:
+    """From now on this object cannot be removed."""
+    remove = ObjectDirectory.remove
+
+    def refused(self: ObjectDirectory, name: str, *, keep: bool = False) -> None:
+        if name == stuck:
+            raise StorageError("Permission denied", code="storage_denied")
+        remove(self, name, keep=keep)
+
+    patch.setattr(ObjectDirectory, "remove", refused)
+
+
 async def filled(storage: FileStorage | Disks, these: list[str]) -> None:
     """A life of a store: it gets these objects, and closes."""
     await storage.open()
@@ -313,15 +325,8 @@ async def test_a_purge_that_left_an_object_takes_nothing_at_a_restart_that_was_s
     await storage.open()
     harness = Harness(storage, Memory(4 * 1024**2))
     await put(harness, names(5))
-    remove = storage._directory.remove
-
-    def refused(name: str, *, keep: bool = False) -> None:
-        if name == names(1)[0]:
-            raise StorageError("Permission denied", code="storage_denied")
-        remove(name, keep=keep)
-
     with monkeypatch.context() as patch:
-        patch.setattr(storage._directory, "remove", refused)
+        refuses_to_go(names(1)[0], patch)
         with pytest.raises(StorageError, match="1 objects could not be removed"):
             await storage.keeper.purge(Selection(model="m"))
     await put(harness, names(5))
@@ -339,6 +344,7 @@ async def test_an_object_that_a_start_cannot_remove_costs_no_other_at_the_next_s
     await storage.open()
     harness = Harness(storage, Memory(4 * 1024**2))
     await put(harness, names(5))
+    refuses_to_go(names(1)[0], monkeypatch)
     killed_at = asyncio.Event()
 
     async def ends_here(*_: object) -> None:
@@ -351,14 +357,6 @@ async def test_an_object_that_a_start_cannot_remove_costs_no_other_at_the_next_s
     purging.cancel()
     storage.abandon()
     harness.release()
-    [first, *_], remove = names(5), ObjectDirectory.remove
-
-    def refused(self: ObjectDirectory, name: str, *, keep: bool = False) -> None:
-        if name == first:
-            raise StorageError("Permission denied", code="storage_denied")
-        remove(self, name, keep=keep)
-
-    monkeypatch.setattr(ObjectDirectory, "remove", refused)
     again = one_disk(tmp_path)
     await again.open()
     harness = Harness(again, Memory(4 * 1024**2))
@@ -366,8 +364,10 @@ async def test_an_object_that_a_start_cannot_remove_costs_no_other_at_the_next_s
     await put(harness, names(5)[2:])
     await again.close()
     harness.release()
-    last = await open_storage(one_disk(tmp_path))
+    storage = one_disk(tmp_path)
+    last = await open_storage(storage)
     assert await there(last, names(5)) == set(names(5)[2:])
+    assert len(storage._book.purges) == 2, "the list does not grow with each start"
 
 
 async def test_the_second_of_two_overlapping_purges_waits_for_what_the_first_removes(
