@@ -236,12 +236,10 @@ class Disks(Storage, Index):
         return self.find(names, Use())
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        each = [disk.find(names, use) for disk in self._live]
-        return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
+        return _any_of([disk.find(names, use) for disk in self._live], names)
 
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
-        each = [disk.stored(names, use) for disk in self._live]
-        return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)
+        return _any_of([disk.stored(names, use) for disk in self._live], names)
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
         return self._looked(names)
@@ -360,3 +358,8 @@ async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]
         return await call
     except StorageUnavailable as error:
         return [Outcome(Found.FAILED, error)] * count
+
+
+def _any_of(each: Sequence[Sequence[bool]], names: Sequence[str]) -> list[bool]:
+    """For each name, whether one of these answers about all of them is yes."""
+    return [any(found) for found in zip(*each, strict=True)] if each else [False] * len(names)

@@ -2,7 +2,8 @@
 
 One file may refuse for ever: its directory belongs to another user after a restore as root, it is immutable, its
 sectors are bad. Such an object stays in the index and is served, but eviction passes it by (queues.py, STUCK) and takes
-the next one. RETRY_S later its removal is tried again, so nobody has to restart anything once the file is mended.
+the next one. RETRY_S later its removal is tried again, so nobody has to restart anything once the file is mended; but
+not if a task has counted on it since, which found it and skipped its store.
 
 An error that is the whole store's (`is_whole`) says nothing about the object: it comes back as the next to evict.
 """

@@ -74,7 +74,7 @@ class Oracle:
                 self.wrong(
                     f"the memory of {self.name} grew by more than {self._growth >> 20} MiB (during {self._during})"
                 )
-                self._growth += GROWTH  # said once
+                self._growth += GROWTH  # said again only if it grows by as much again
             await asyncio.sleep(LOOK_S)
         ended = f"ended with exit code {self._daemon.process.returncode}"
         problem = f"{self.name} {ended} during {self._during}: {self._daemon.log[-500:]}"
