@@ -18,8 +18,7 @@ from tests.machine.soak.watch import sample
 from transferd import Client
 from transferd.client.launch import DaemonProcess
 
-# Bytes of resident memory above that of the idle daemon. What nobody reads may take 256 MiB alone (docs/security.md).
-GROWTH = 384 * 1024**2
+GROWTH = 256 * 1024**2  # bytes of resident memory above that of the idle daemon
 DESCRIPTORS = 16  # above those of the idle daemon, once everybody has left
 QUIET_S = 30.0  # until the daemon has noticed that everybody has left
 LOOK_S = 0.1
