@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.support.page_cache import forget, pages_in_memory, tells_what_it_has
+from tests.support.page_cache import forget, tells_what_it_has
 from transferd.adapters.common import read_leases
 from transferd.adapters.common.read_leases import ReadLeases, WarmReaders
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
@@ -142,11 +142,15 @@ def test_an_object_of_another_length_than_the_memory_is_not_read(directory: Path
     assert read(directory, len(PAYLOAD) + 1) is None
 
 
-def test_what_the_page_cache_lacks_is_not_read_from_the_disk(directory: Path) -> None:
+def test_nobody_waits_for_what_the_page_cache_lacks(directory: Path) -> None:
+    """The kernel begins to read it. A quick disk may be done before it looks again; then the bytes are right."""
     path = stored(directory)
-    forget(path)
-    assert read(directory) is None
-    assert pages_in_memory(path) == 0
+    answers = []
+    for _ in range(50):
+        forget(path)
+        answers.append(read(directory))
+    assert set(answers) <= {None, PAYLOAD}
+    assert None in answers
 
 
 def test_a_lease_ends_with_its_time_and_with_its_end(directory: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def pages_in_memory(path: Path) -> int:
-    """How many pages of a file the page cache has. (A read that must not wait would make it read the file ahead.)"""
+    """How many pages of a file the page cache has. (A read that must not wait makes the kernel read the file ahead.)"""
     libc = ctypes.CDLL(None, use_errno=True)
     with (
         path.open("rb") as file,
