@@ -9,7 +9,8 @@ MOST = 300  # bytes an object
 OBJECTS = 300_000
 PROGRAM = f"""
 import gc, hashlib
-from transferd.storage.found import FoundObjects, UseOrder, trim_heap
+from transferd.runtime import heap
+from transferd.storage.found import FoundObjects, UseOrder
 from transferd.storage.journal import RECORD, hash_of
 from transferd.storage.lru import LruIndex
 import numpy as np
@@ -34,7 +35,7 @@ index = LruIndex(2**60)
 gc.collect()
 before = resident()
 start(index)
-trim_heap()
+heap.trim()
 assert len(index) == {OBJECTS}
 print((resident() - before) / {OBJECTS})
 """

@@ -29,6 +29,7 @@ from transferd.observability import logs
 from transferd.observability.dump_thread import DumpThread
 from transferd.runtime.compat import Runner
 from transferd.runtime.descriptors import raise_limit
+from transferd.runtime.heap import keep_trimmed
 from transferd.runtime.signals import ProcessSignals
 from transferd.runtime.threads import require_threads
 from transferd.storage.file_io import map_files
@@ -164,12 +165,14 @@ async def _serving(daemon: Daemon, notifier: Notifier, signals: ProcessSignals, 
     notifier.notify("READY=1", f"STATUS={reloader.status()}")
     reloader.serving = True
     watchdog = asyncio.ensure_future(feed_watchdog(notifier, lambda: daemon.alive, reloader.status))
+    trimming = asyncio.ensure_future(keep_trimmed())
     try:
         if waiting_for:
             await _until_ready(daemon, StartProgress(notifier, 0, daemon.clock.monotonic), signals.stop)
         await asyncio.wait({signals.stop})
     finally:
         watchdog.cancel()
+        trimming.cancel()
 
 
 def _warn_of_bare_names(storage: StorageSection) -> None:

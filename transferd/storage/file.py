@@ -29,6 +29,7 @@ import structlog
 
 from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
+from transferd.runtime import heap
 from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
@@ -39,7 +40,7 @@ from transferd.storage.directory import ObjectDirectory
 from transferd.storage.file_io import FULL, NATIVE, leave_files
 from transferd.storage.file_runs import FileRuns
 from transferd.storage.files_keeper import FilesKeeper
-from transferd.storage.found import UseOrder, trim_heap
+from transferd.storage.found import UseOrder
 from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
@@ -180,7 +181,7 @@ class FileStorage(FileRuns):
         except BaseException:
             self._directory.close()
             raise
-        await self._in_thread(trim_heap, "memory of the scan")
+        await self._in_thread(heap.trim, "memory of the scan")
         if problem := misfit(self._capacity, self.section.reserve, self._disk, self._index.bytes):
             log.warning("storage.file.capacity does not fit", path=self.path, problem=problem)
         self._scrub.set_rate(self._scrub_rate)

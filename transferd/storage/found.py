@@ -5,7 +5,6 @@ As arrays, because a store may hold millions of objects.
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -98,12 +97,3 @@ class UseOrder:
         ):
             nbytes = sizes[i]
             yield Adopted(use, same.setdefault(depth, depth), names[i], same.setdefault(nbytes, nbytes))
-
-
-def trim_heap() -> None:
-    """Give memory that was needed only for a scan back to the system, which the C library keeps otherwise.
-
-    Blocking: some milliseconds. Does nothing where the C library cannot (musl).
-    """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
