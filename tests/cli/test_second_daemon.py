@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import transferd
-from tests.observability.test_page import free_port
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 
 pytestmark = pytest.mark.one_loop

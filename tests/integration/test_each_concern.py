@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from tests.integration.test_concerns import attached, named
-from tests.integration.test_task_names import free_port
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import stats_until, wait_until
 from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, SyncClient, WriteStorageTask
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running, spawn
 from transferd.observability.concerns import CONCERNS
 

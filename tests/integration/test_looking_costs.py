@@ -7,9 +7,9 @@ import itertools
 import time
 from pathlib import Path
 
-from tests.integration.test_task_names import free_port
 from tests.wire.test_acceptor import Peer
 from transferd import Client, TransferError
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 from tests.integration.test_looking_costs import page
-from tests.integration.test_task_names import free_port
 from tests.wire.test_acceptor import Peer
 from transferd import Client, Engine, Pages, Status, WriteStorageTask, shm_pages
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 from transferd.wire import protocol as wire
 

@@ -18,9 +18,9 @@ from tests.integration.storing_engine import RANKS, Storing
 from tests.integration.subscriber import Subscriber
 from tests.integration.test_purge import place, transferd  # noqa: F401
 from tests.integration.test_store_left_alone import MIB, concerns, seen, serving, small_disk, tree, write
-from tests.integration.test_task_names import free_port
 from tests.machine.hostile.accounts import accounts
 from tests.support.waits import wait_until
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 from transferd.config.toml import to_toml
 from transferd.wire.kv_events import block_hash

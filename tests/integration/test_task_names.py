@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from urllib.parse import urlencode
 from tests.integration.caches import attached_sync
 from tests.support.waits import wait_until
 from transferd import Engine, Pages, Status, SyncClient, WriteStorageTask
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 from transferd.observability.dump_file import read_dump
 
@@ -28,12 +28,6 @@ def write(task_id: str) -> WriteStorageTask:
 
 def events(story: dict[str, Any]) -> set[str]:
     return {event["what"] for life in story["lives"] for event in life["events"]}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_tasks_of_two_engines_have_stories_of_their_own(tmp_path: Path) -> None:

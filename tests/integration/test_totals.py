@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.daemon.test_engines import Memory, described
 from tests.integration.own_memory import read, write
-from tests.integration.test_task_names import free_port
 from tests.support.waits import stats_until, wait_until
 from transferd import Client, Status
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import DaemonProcess, running
 
 RANKS = 2

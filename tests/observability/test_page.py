@@ -18,6 +18,7 @@ import pytest
 from tests.cli.conftest import NASTY
 from tests.support.browser import Browser, executable
 from transferd import ReadStorageTask, SyncClient, WriteStorageTask
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import DaemonProcess, start
 from transferd.observability.concerns import concerns
 from transferd.observability.page import front_page
@@ -40,12 +41,6 @@ def fetch(url: str) -> tuple[int, Any, bytes]:
 def serve(directory: Path, port: int) -> tuple[DaemonProcess, str]:
     daemon = start({"cache": {"device_blocks": 8}, "metrics": {"listen": f"127.0.0.1:{port}"}}, directory)
     return daemon, f"http://127.0.0.1:{port}/"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def work(daemon: DaemonProcess, *task_ids: str) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_concerns import attached
-from tests.integration.test_task_names import free_port
 from tests.machine.faults.resources import in_own_mounts
 from tests.support.browser import Browser, executable
 from transferd import WriteStorageTask
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 
 pytestmark = [

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.own_memory import write
-from tests.integration.test_task_names import free_port
 from tests.integration.test_totals import World
 from tests.support.browser import Browser, executable
 from transferd import Status, WriteStorageTask
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running, start
 from transferd.observability.page import front_page
 

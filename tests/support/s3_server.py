@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import pytest
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
 
+from transferd.cli.pool.master import free_port
+
 START_S = 60.0
 USER, SECRET = "transferd-test", "a-secret-of-the-tests"
 PARTS = ("master", "volume", "filer", "s3", "webdav", "admin")
@@ -31,14 +32,6 @@ def weed() -> str | None:
     return str(beside) if beside.exists() else shutil.which("weed")
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 class S3Server:
     """One server and its bucket `blocks`. The ports stay the same over restarts.
 
@@ -49,7 +42,7 @@ class S3Server:
         self._directory, self.ip, self._prefix = directory, ip, prefix
         names = [f"{part}.port{kind}" for part in PARTS for kind in ("", ".grpc") if part != "webdav" or not kind]
         names += MORE_PORTS
-        self._ports = dict(zip(names, _free_ports(len(names)), strict=True))
+        self._ports = {name: free_port() for name in names}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -37,6 +37,7 @@ from tests.machine.hostile.honest_engine import Spec
 from tests.machine.hostile.honest_handover import Spec as HandoverSpec
 from tests.machine.hostile.neighbours import NEIGHBOURS, Neighbours, transfers_obstacle
 from tests.machine.hostile.oracle import LOOK_S, Oracle
+from transferd.cli.pool.master import free_port
 from transferd.client import launch
 from transferd.runtime.compat import timeout
 
@@ -337,8 +338,6 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bo
 
     keyed: whether the socket on the network asks for keys; None: as the seed says.
     """
-    from tests.machine.hostile.test_users import free_ports
-
     own_shared_memory()
     dice = random.Random(seed)
     wanted = {name for name in NEIGHBOURS if not {one.__name__ for one in GROUPS[name]}.isdisjoint(names)}
@@ -346,7 +345,7 @@ def campaign(seed: int, names: list[str], seconds: float, rounds: int, keyed: bo
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="td-hostile-")))
         directory.chmod(0o755)
         users = stack.enter_context(accounts(KEEPER, *HONEST, *HOSTILE, shared=HOSTILE))
-        port, network, *transfers = free_ports(4)
+        port, network, *transfers = [free_port() for _ in range(4)]
         tcp, door = f"tcp://127.0.0.1:{network}", f"ipc://{directory}/door"
         curve, pair = keys(directory) if (seed % 2 == 1 if keyed is None else keyed) else (None, [])
         tree = config(directory, port, tcp, curve)

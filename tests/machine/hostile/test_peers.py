@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import zmq
 from zmq.utils import z85
 
 from tests.machine.hostile.raw_zmtp import COMMAND, GREETING, LONG, Raw, RawCurve, command, connect, frame, metadata
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.client.sync_client import SyncClient
 from transferd.tasks import Status, WriteStorageTask
@@ -38,13 +38,6 @@ NEXT_NAMES = [
     for low, high in zip(RANDOM[::2], RANDOM[1::2], strict=True)
     for number in range(16)
 ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Doors:

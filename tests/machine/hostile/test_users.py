@@ -24,6 +24,7 @@ import zmq
 from tests.machine.hostile.accounts import Account, accounts
 from tests.machine.hostile.asker import PAGE
 from tests.support.waits import wait_until
+from transferd.cli.pool.master import free_port
 from transferd.client import launch
 from transferd.tiers.offered import DIRECTORY
 
@@ -159,7 +160,7 @@ class World:
         return self._daemons[where]
 
     def _started(self, where: str) -> _Place:
-        place = _Place(self._directory / where.strip("'s"), free_ports(2))
+        place = _Place(self._directory / where.strip("'s"), [free_port(), free_port()])
         place.directory.mkdir()
         server: dict[str, Any] = {"endpoint": list(place.endpoints.values())[:1], "socket_mode": "0666"}
         user, users = self._users["daemon"], self._users
@@ -212,14 +213,6 @@ class _Place:
             "tcp": f"tcp://127.0.0.1:{ports[0]}",
         }
         self.page = f"127.0.0.1:{ports[1]}"
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        bound = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in bound]
 
 
 def listens(address: str) -> bool:

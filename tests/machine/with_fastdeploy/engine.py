@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import itertools
 import os
-import socket
 import threading
 import zlib
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from fastdeploy.utils import get_hash_str
 
 from transferd import SyncClient
 from transferd.blocks.layout import build_layout
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import DaemonProcess
 from transferd.config.loading import from_tree
 from transferd.errors import TransferError
@@ -47,12 +47,6 @@ CREATES_FOR_HOST = '" --create_cache_tensor" if not self.enable_splitwise' in in
 
 if fastdeploy_manager.get_all_visible_devices is None:  # on a platform without devices
     fastdeploy_manager.get_all_visible_devices = lambda: "CUDA_VISIBLE_DEVICES=0"
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def address_at(port: int) -> Any:
