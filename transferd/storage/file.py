@@ -221,9 +221,8 @@ class FileStorage(FileRuns):
             await asyncio.sleep(0)
         try:
             applied = [order.id for order in orders if not stuck or order.fits.names is None]
-            if stuck and (
-                strange or applied
-            ):  # these alone go at the next start, and nothing that is stored until then
+            if stuck and (strange or applied):
+                # These alone go at the next start, and nothing that is stored until then.
                 orders.append(self._book.purge(Selection(frozenset(stuck)), NOBODY, None))
             await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
         except OSError as error:
