@@ -16,10 +16,11 @@ from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
+from transferd.storage import keeping
 from transferd.storage.base import STORED, Found, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.keeping import PinState
-from transferd.storage.levels import level
+from transferd.storage.levels import level, write_back
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
@@ -265,6 +266,44 @@ async def test_what_has_read_before_a_purge_commits_nothing_after_it(
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists([name(1)]) for one in (first, lower)] == [[False]] * 2
+
+
+@pytest.mark.parametrize("what", ["load", "prefetch", "copy"])
+async def test_what_reads_while_a_long_purge_runs_commits_nothing(
+    open_storage: Open, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One level is done with the purge while another still has objects."""
+    monkeypatch.setattr(keeping, "AT_ONCE", 1)
+    monkeypatch.setattr(write_back, "BATCH", 2)
+    me = EngineOwner("me", 1)
+    first, lower = (gated(MemoryStorage(memory_config(2**20)), one) for one in ("first", "lower"))
+    store = await open_storage(stack(first, lower, lower=LevelSection(promote=1)))
+    keeper, levels = store.storage.keeper, store.levels
+    assert keeper is not None
+    names, slots = [name(i) for i in range(40)], [memoryview(bytearray(b"a" * 100)) for _ in range(40)]
+    if what == "copy":
+        lower.gate.clear()
+    assert await levels.store([Item(one, 100, Use(owner=me)) for one in names], None, slots) == [STORED] * 40
+    if what != "copy":
+        await levels.flush(10)
+        for one in names:
+            await first.quarantine(one)
+    purging = asyncio.ensure_future(keeper.purge(Selection(owner=me)))
+    for _ in range(8):
+        await asyncio.sleep(0)
+    assert not purging.done()
+    running: asyncio.Future[Any] = asyncio.ensure_future(asyncio.sleep(0))
+    if what == "load":
+        running = asyncio.ensure_future(levels.load([Item(names[-1], 100, Use(owner=me))], None, slots[-1:]))
+    elif what == "prefetch":
+        running = levels.prefetcher.to("first", me).bring([(one, 100, 0) for one in names[-8:]])
+    lower.gate.set()
+    await purging
+    await running
+    await levels._promotions.settled()
+    await levels.flush(10)
+    await levels._parts.withdrawn()
+    assert [await one._behind.exists(names) for one in (first, lower)] == [[False] * 40] * 2
 
 
 async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_storage: Open, tmp_path: Path) -> None:

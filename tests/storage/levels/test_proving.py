@@ -17,6 +17,8 @@ from transferd.storage.levels import proving, write_back
 from transferd.storage.levels.base import Proof
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.queues import EngineOwner
+from transferd.storage.selection import Selection
 
 KIB = 1024
 
@@ -84,6 +86,26 @@ async def test_a_level_that_goes_out_while_a_task_waits_ends_the_wait(open_stora
     lower.gate.set()
     assert [await waiting, await other] == [[dead], [dead]]
     lower.error = None
+
+
+async def test_another_engines_purge_and_one_by_age_cost_a_hand_over_nothing(open_storage: Open) -> None:
+    store, lower, bucket = await two(open_storage)
+    keeper = store.storage.keeper
+    assert keeper is not None
+    for which, selection in enumerate((Selection(owner=EngineOwner("other", 1)), Selection(unused_s=3600.0))):
+        lower.gate.clear()
+        [blob] = blobs(store, which)
+        assert blob.use is not None
+        blob.use.owner = EngineOwner("me", 1)
+        waiting = asyncio.ensure_future(promise(store.storage, [blob]))
+        await until(lambda: lower.waiting, "the copy runs")
+        purging = asyncio.ensure_future(keeper.purge(selection))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        lower.gate.set()
+        assert proven(await waiting) == [True]
+        assert (await purging).objects == 0
+    assert await bucket.exists([name(0), name(1)]) == [True, True]
 
 
 async def test_a_refusal_and_an_object_that_has_left_are_errors_of_their_objects(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from transferd.blocks.formats import quote_part
@@ -274,6 +274,9 @@ class StoreLevel:
         except Closed:  # another level loses objects after this one was closed
             found = [False] * len(names)
         return [None] * len(names) if found is None else list(found)
+
+    def owner_of(self, name: str) -> Hashable | None:
+        return self.storage.index.owner_of(name)
 
     def handed_on(self, name: str, nbytes: int, use: Use, depth: int) -> Item:
         """This level's object as another level gets a copy of it: an object has one owner in all levels."""

@@ -268,7 +268,9 @@ class StackPrefetcher(Prefetcher):
                 await self._quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
             good = [
-                i for i in found if i not in damaged and not parts.fences.forbids(names[i], born, outcomes[i].level)
+                i
+                for i in found
+                if i not in damaged and not parts.fences.forbids(names[i], born, parts.levels[outcomes[i].level])
             ]
             self._note_errors(one, outcomes)
             if good:
@@ -302,7 +304,7 @@ class StackPrefetcher(Prefetcher):
         ]
         answers = await with_slots_back(level.storage.store(items, None, slots))
         for item, source, answer in zip(items, sources, answers, strict=True):
-            if parts.fences.forbids(item.name, born, source):
+            if parts.fences.forbids(item.name, born, parts.levels[source]):
                 if answer.found is Found.STORED:
                     await parts.withdraw(level, item.name)
                 continue

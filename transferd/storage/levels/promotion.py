@@ -130,9 +130,7 @@ class Promotions:
         target = self.above(source)
         names = [item.name for item in items]
         forbids = self._fences.forbids
-        fresh = [
-            i for i, name in enumerate(names) if name not in self._coming and not forbids(name, born, source.number)
-        ]
+        fresh = [i for i, name in enumerate(names) if name not in self._coming and not forbids(name, born, source)]
         if target is None or not fresh:
             self.buffers.give_back(buffers)
             return
@@ -162,7 +160,7 @@ class Promotions:
         try:
             outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
             for item, outcome in zip(above, outcomes, strict=True):
-                if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source.number):
+                if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source):
                     await self._withdraw(target, item.name)
                 elif outcome.found is Found.STORED:
                     assert item.use is not None

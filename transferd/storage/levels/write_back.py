@@ -443,7 +443,7 @@ class WriteBack:
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is not Found.FOUND:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif why := self._fences.forbids(one.name, born, one.source.number):
+            elif why := self._fences.forbids(one.name, born, one.source):
                 self._end(one, why, None)
             else:
                 rest.append((one, slot))
@@ -473,7 +473,7 @@ class WriteBack:
             assert item.use is not None
             self.level.storage.index.release(one.name, item.use)
         if outcome.found in (Found.STORED, Found.EXISTS):
-            why = self._fences.forbids(one.name, born, one.source.number)
+            why = self._fences.forbids(one.name, born, one.source)
             if why == "quarantined" and outcome.found is Found.STORED:
                 await self.level.storage.quarantine(one.name)  # also where a purge removes nothing
             elif why and outcome.found is Found.STORED:
