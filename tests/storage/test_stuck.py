@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.storage.harness import Open
 from tests.storage.test_indexed import TEN, ScriptedStorage
 from tests.support import native
 from tests.support.blobs import put as put_blobs
+from tests.support.waits import until
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import STORED, Blob, Found
 from transferd.storage.queues import Use
@@ -60,6 +63,33 @@ async def test_a_victim_that_cannot_be_removed_stays_and_the_next_one_goes(open_
     assert storage.statistics()["errors"] == 0
     assert await put(storage, "newer/0") is STORED.found
     assert storage.effects.count("remove 0/0") == 1, "it is passed by"
+
+
+async def test_a_purge_may_take_what_a_running_write_could_not_remove(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write removes another object meanwhile, in a thread."""
+    storage, held = await filled(open_storage, 3), threading.Event()
+    storage.failures["remove 0/0"] = StorageError("denied", code=DENIED)
+    remove = storage._remove
+
+    def slow(name: str) -> None:
+        if name == "1/0":
+            held.wait()
+        remove(name)
+
+    monkeypatch.setattr(storage, "_remove", slow)
+    writing = asyncio.ensure_future(put(storage, "new/0"))
+    try:
+        await until(lambda: storage._stuck.refused, "the first one has refused")
+        purging = asyncio.ensure_future(storage.keeper.purge(Selection()))
+        await until(lambda: storage.find(["2/0"], None) == [False], "the purge runs")
+    finally:
+        held.set()
+    assert await writing is STORED.found
+    await purging
+    assert not storage._effects.busy
+    assert await put(storage, "0/0") is STORED.found, "nobody waits for a removal that is over"
 
 
 async def test_a_quarter_of_all_files_refuse_and_all_tasks_are_stored(open_storage: Open) -> None:

@@ -44,9 +44,10 @@ class Effects:
             self.busy[name] = done
 
     def vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """The effect on these names has ended: no other names wait for `done`."""
+        """The effect on these names has ended, unless it had before: no other names wait for `done`."""
         for name in names:
-            del self.busy[name]
+            if self.busy.get(name) is done:
+                del self.busy[name]
         done.set_result(None)
 
     async def run(

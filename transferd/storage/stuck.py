@@ -58,7 +58,12 @@ class StuckObjects:
     whole: bool = False
 
     def keep(self, write: Write) -> int:
-        """Put the victims of a write that were not removed back into the index. Returns how many."""
+        """Put the victims of a write that were not removed back into the index. Returns how many.
+
+        Their removal has ended, also if the write goes on: from here on a purge may remove them.
+        """
+        for victim in [*write.victims, *(victim for victim, _ in write.refused)]:
+            del self._effects.busy[victim.name]
         for victim in write.victims:
             if not self._unusable():
                 self._index.restore(*victim)
