@@ -16,11 +16,12 @@ from tests.support.gated_storage import gated, stack
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
+from transferd.runtime.compat import wait_for
 from transferd.storage import keeping
 from transferd.storage.base import STORED, Found, Item
 from transferd.storage.file import FileStorage
 from transferd.storage.keeping import PinState
-from transferd.storage.levels import level, write_back
+from transferd.storage.levels import level, parts, write_back
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
@@ -304,6 +305,31 @@ async def test_what_reads_while_a_long_purge_runs_commits_nothing(
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists(names) for one in (first, lower)] == [[False] * 40] * 2
+
+
+async def test_neither_a_purge_nor_a_drain_waits_for_ever_for_a_call_that_hangs(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SETTLE_S", 0.05)
+    first, lower = (gated(MemoryStorage(memory_config(2**20)), one) for one in ("first", "lower"))
+    store = await open_storage(stack(first, lower, lower=LevelSection(promote=1)))
+    keeper, levels = store.storage.keeper, store.levels
+    assert keeper is not None
+    assert await store.put((name(1), b"a" * 100), (name(2), b"b" * 100)) == [STORED] * 2
+    await levels.flush(10)
+    await first.quarantine(name(1))
+    first.gate.clear()
+    await store.get((name(1), 100))
+    await until(lambda: first.waiting, "it is about to be copied up, for ever")
+    try:
+        purged = await wait_for(keeper.purge(Selection(names=frozenset([name(1)]))), 60)
+        drained = await wait_for(levels.change("first", leaves=True), 60)
+    finally:
+        first.gate.set()
+    assert (purged.objects, drained.objects) == (1, 0)
+    await levels._promotions.settled()
+    await levels._parts.withdrawn()
+    assert await first._behind.exists([name(1), name(2)]) == [False, True]
 
 
 async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_storage: Open, tmp_path: Path) -> None:

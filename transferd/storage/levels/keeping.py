@@ -58,10 +58,7 @@ class LevelsKeeper(Keeper):
                     back.withdraw("purged", selection.fits)
             total = await self._of_all(selection, by, dry_run=False)
             # What has read an object before the fence removes it, if it has stored the object since.
-            for back in parts.write_backs:
-                await back.copied()
-            await parts.promotions.settled()
-            await parts.withdrawn()
+            await parts.settled(parts.write_backs)
         return total + Purged(shared=[level.name for level in self._without])
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool) -> Purged:

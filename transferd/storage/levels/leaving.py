@@ -100,13 +100,12 @@ class Leaving:
 
     async def _drain(self, level: StoreLevel) -> dict[str, int]:
         """Copy what only this level has. Returns the lengths of objects that it still has alone, by name."""
-        for back in self._parts.write_backs:
-            if back.level is level:
-                back.withdraw("drained")
-                await back.copied()
+        backs = [back for back in self._parts.write_backs if back.level is level]
+        for back in backs:
+            back.withdraw("drained")
         if self._parts.storing:  # those that began before store there still
             await asyncio.wait(set(self._parts.storing))
-        await self._parts.promotions.settled()
+        await self._parts.settled(backs)
         return await self._alone_of(level, await self._copy(level))
 
     def _drained(self, level: StoreLevel, ended: asyncio.Task[dict[str, int]]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from transferd.runtime.aio import answered
+from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
 from transferd.storage.effects import Traffic
@@ -15,6 +17,8 @@ from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
 from transferd.storage.levels.write_back import Unsaved, WriteBack
 from transferd.storage.selection import Selection
+
+SETTLE_S = 10.0  # how long a purge or a drain waits for copies between levels
 
 
 class StackParts:
@@ -76,6 +80,21 @@ class StackParts:
         removing.add_done_callback(self._withdrawing.discard)
         self.watch(removing)
         return removing
+
+    async def settled(self, backs: Sequence[WriteBack]) -> None:
+        """Wait for the copies that run now, those to these levels and those up, for a while: a call may hang.
+
+        If it ends later, what it has read before a purge commits nothing (fences.py).
+        """
+
+        async def ended() -> None:
+            for back in backs:
+                await back.copied()
+            await self.promotions.settled()
+            await self.withdrawn()
+
+        with contextlib.suppress(TimeoutError):
+            await wait_for(ended(), SETTLE_S)
 
     async def withdrawn(self) -> None:
         """Wait until all objects that must not stay have gone."""
