@@ -197,7 +197,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def submit(self, client: bytes, task: Task) -> None:
         self.number += 1
         seq = self.number
-        self.dispatcher._results.forget(self.now)  # it forgets lazily: at the next push, which is this one
+        self.dispatcher.results.forget(self.now)  # it forgets lazily: at the next push, which is this one
         self.forget()
         known = state_of(self.dispatcher, task.task_id)
         self.waiting[seq] = (client, task.task_id)
@@ -377,7 +377,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def memory_is_accounted_for(self) -> None:
         statistics = self.dispatcher.statistics()
         assert statistics.argument_bytes == self.held_bytes
-        assert list(self.dispatcher._results._kept) == [task_id for task_id, _, _ in self.kept]
+        assert list(self.dispatcher.results._kept) == [task_id for task_id, _, _ in self.kept]
         assert statistics.result_bytes == sum(nbytes for _, nbytes, _ in self.kept)
 
     @invariant()

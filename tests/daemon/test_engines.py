@@ -317,9 +317,13 @@ async def test_only_the_user_who_registered_an_engine_speaks_for_it(
 
 async def test_an_engine_that_unregisters_leaves_nothing_and_its_name_is_free(daemon: Daemon, endpoint: str) -> None:
     async with serving(endpoint, "a") as (a, _), serving(endpoint, "b") as (b, memory):
+        assert (await a.submit(write("first", ["k"], [0]))).status is Status.OK
+        engine = daemon.engines.get("a")
+        assert engine is not None
         await a.pause()
         queued = await a.push(write("w", ["k"], [0]))
         await a.unregister()
+        assert engine.dispatcher.statistics().result_bytes == 0, "what has left takes no memory until it is collected"
         assert (await queued).status is Status.FAILED
         assert code(await queued) == "engine_gone"
         assert "a" not in (await b.stats())["engines"]

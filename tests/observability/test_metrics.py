@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import get_args
 
+import h11
 import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,6 +30,7 @@ from transferd.daemon.systemd import Notifier
 from transferd.errors import ConfigError, StorageUnavailable
 from transferd.observability import logs
 from transferd.observability.http import ANSWER_BYTES, MAX_CONNECTIONS, MAX_HEADER_BYTES, HttpServer, Page
+from transferd.observability.http import _Connection as HttpConnection
 from transferd.observability.metrics import exposition, families
 from transferd.observability.report import HoldingReport, Report, StorageReport
 from transferd.observability.status_server import StatusServer
@@ -91,6 +94,19 @@ async def test_bad_requests_get_an_answer_and_the_next_one_is_served(
 ) -> None:
     assert (await request(server.port, raw))[0] == status
     assert await get(server.port, "/page") == (200, b"hello")
+
+
+async def test_nothing_of_a_connection_that_has_ended_waits_for_the_collector(server: HttpServer) -> None:
+    """It runs rarely, and thousands of scrapes would be kept until then."""
+    kinds = HttpConnection.__name__, h11.Connection.__name__
+    gc.collect()
+    gc.disable()
+    try:
+        assert await get(server.port, "/page") == (200, b"hello")
+        assert (await request(server.port, b"complete nonsense\r\n\r\n"))[0] == 400
+        await until(lambda: not any(type(one).__name__ in kinds for one in gc.get_objects()), "they have gone")
+    finally:
+        gc.enable()
 
 
 async def test_each_refusal_is_one_line_with_who_it_was_and_a_count(server: HttpServer) -> None:

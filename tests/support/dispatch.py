@@ -67,7 +67,7 @@ def state_of(dispatcher: Dispatcher, task_id: str) -> State | None:
     record = dispatcher.records.get(task_id)
     if record is not None:
         return record.state
-    return State.DONE if task_id in dispatcher._results or task_id in dispatcher._stragglers else None
+    return State.DONE if task_id in dispatcher.results or task_id in dispatcher._stragglers else None
 
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:
@@ -84,8 +84,8 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
             load.tasks <= 1 or load.nbytes <= limits.server.max_inflight_bytes
         )  # one alone may be larger than the bound
         assert all(r.claim is not None and r.claim.ready for r in load.ready if r.state is State.QUEUED)
-    assert len(dispatcher._results) <= limits.server.max_results
-    assert dispatcher._results.nbytes <= limits.server.max_result_bytes
+    assert len(dispatcher.results) <= limits.server.max_results
+    assert dispatcher.results.nbytes <= limits.server.max_result_bytes
     held = [argument_bytes(record.task) for record in records if record.task is not None]
     assert len(held) == len(records), "what is admitted has its arguments"
     assert all(record.task is None for record in dispatcher._stragglers.values()), "what is answered lets them go"

@@ -304,6 +304,10 @@ class ResultCache:
             del self._kept[task_id]
             self.nbytes -= kept.nbytes
 
+    def clear(self) -> None:
+        self._kept.clear()
+        self.nbytes = 0
+
     def __contains__(self, task_id: object) -> bool:
         return task_id in self._kept
 

@@ -136,7 +136,7 @@ class Dispatcher:
         self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         server = limits.server
-        self._results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
+        self.results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
         self.hazards = HazardTable(ranges)
         self.lanes = Lanes(server, self.hazards)
         self._gate = Gate(memory=admitting)
@@ -194,8 +194,8 @@ class Dispatcher:
             running=self.lanes.running,
             straggling=len(self._stragglers),
             argument_bytes=self.hazards.nbytes,
-            results_kept=len(self._results),
-            result_bytes=self._results.nbytes,
+            results_kept=len(self.results),
+            result_bytes=self.results.nbytes,
             tasks=dict(self._statuses),
             rejects=dict(self._rejects),
             waiting=self.lanes.waiting,
@@ -262,7 +262,7 @@ class Dispatcher:
         """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
         task_id = push.task.task_id
         record = self.records.get(task_id) or self._stragglers.get(task_id)
-        kept = self._results.recall(task_id, self._now)
+        kept = self.results.recall(task_id, self._now)
         if record is None and kept is None:
             return False
         asked_before = record.content if record is not None else kept.content if kept is not None else None
@@ -556,7 +556,7 @@ class Dispatcher:
         self._out.append(do.Publish(task, result))
         record.task, record.waiters = None, []
         del self.records[task_id]
-        self._results.keep(result, record.content, record.memory_epoch, self._now)
+        self.results.keep(result, record.content, record.memory_epoch, self._now)
         if record.straggling:  # a rank that is late may still touch the blocks: they stay claimed until it arrives
             self._stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))

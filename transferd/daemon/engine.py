@@ -386,6 +386,7 @@ class HostedEngine:
         await self.cache.close()
         await every(worker.settled() for worker in self.workers)
         await every(worker.close() for worker in self.workers)
+        self.dispatcher.results.clear()  # nobody can ask for them, and an engine stays until the collector comes
 
     def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
         """For each key, the names of all objects that its block has on this node."""

@@ -224,6 +224,7 @@ class _Connection(asyncio.Protocol):
                         page.add_done_callback(functools.partial(self._made, self._http, head))
                     return
         except h11.RemoteProtocolError as error:
+            error.__traceback__ = None  # frames that refer to this object
             reason = "http_too_large" if error.error_status_hint == 431 else "http_bad_request"
             status = http.HTTPStatus(error.error_status_hint)
             self._server.refuse(reason, self._peer, status.phrase)
@@ -280,6 +281,8 @@ class _Connection(asyncio.Protocol):
         self.closed = True
         self._timer.cancel()
         self._server.closed(self)
+        self._http, self._rest = None, memoryview(b"")
+        del self._next  # of this object itself: the collector, which runs rarely, would keep thousands of them
 
     def drop(self, reason: str = "") -> None:
         """Close it now. reason: the reason to report, unless the request was already answered."""

@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from transferd.errors import StorageError
 from transferd.runtime.aio import answered
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
 from transferd.storage.effects import Traffic
+from transferd.storage.keeping import Keeper
 from transferd.storage.levels.fences import Fences
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
@@ -70,12 +72,15 @@ class StackParts:
             self.fences.damaged(item.name, level.number)
 
     def withdraw(self, level: StoreLevel, name: str) -> asyncio.Future[Any]:
-        """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it."""
+        """Begin to remove an object that was purged while it came to this level. `withdrawn` waits for it.
+
+        The future raises nothing: an object that cannot be removed is the level's to report (stuck.py).
+        """
         level.unsettle(name)
         keeper = level.storage.keeper
         if keeper is None:  # its objects are others' as well
             return answered(None)
-        removing = asyncio.ensure_future(keeper.purge(Selection(names=frozenset([name]))))
+        removing = asyncio.ensure_future(_removed(keeper, name))
         self._withdrawing.add(removing)
         removing.add_done_callback(self._withdrawing.discard)
         self.watch(removing)
@@ -107,3 +112,8 @@ class StackParts:
         future = asyncio.ensure_future(level.storage.quarantine(name))
         self.watch(future)
         return future
+
+
+async def _removed(keeper: Keeper, name: str) -> None:
+    with contextlib.suppress(StorageError):
+        await keeper.purge(Selection(names=frozenset([name])))
