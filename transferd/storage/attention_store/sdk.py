@@ -186,8 +186,7 @@ class SdkTokenStorage(TokenStorage):
     async def read(self, transfer: Transfer) -> RankOutcome:
         if not self._moves:
             return transfer.ended(0, StorageError("AttentionStore: flush-only, no bytes of this layout move"), 0.0)
-        rank = self._ranks[transfer.rank]
-        outcome = await self._in_slices(transfer, rank, None, transfer.remaining_s, write=False)
+        outcome = await self._in_slices(transfer, write=False)
         moved = len(outcome.moved)
         self._counts["hits"] += moved
         self._counts["misses"] += len(transfer.blocks) - moved
@@ -195,8 +194,7 @@ class SdkTokenStorage(TokenStorage):
         return outcome
 
     async def write(self, transfer: Transfer) -> RankOutcome:
-        rank, total = self._ranks[transfer.rank], self._settings.total_timeout or transfer.remaining_s
-        outcome = await self._in_slices(transfer, rank, self._settings.slice_timeout, total, write=True)
+        outcome = await self._in_slices(transfer, write=True)
         self._counts["stored"] += len(outcome.moved)
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
@@ -224,25 +222,18 @@ class SdkTokenStorage(TokenStorage):
 
     # --- inside -------------------------------------------------------------------------------------
 
-    async def _in_slices(
-        self,
-        transfer: Transfer,
-        rank: _AttachedRank,
-        slice_timeout: float | None,
-        total_timeout: float,
-        *,
-        write: bool,
-    ) -> RankOutcome:
+    async def _in_slices(self, transfer: Transfer, *, write: bool) -> RankOutcome:
         """Call once per slice, until one moves fewer than all its blocks. A write treats that as an error."""
-        began = self._clock.monotonic()
-        end = began + total_timeout
+        began, rank = self._clock.monotonic(), self._ranks[transfer.rank]
+        total_timeout = self._settings.total_timeout if write else 0.0
+        end = began + (total_timeout or transfer.remaining_s)
         executor = rank.stores if write else rank.loads
         moved, error = 0, None
         while moved < len(transfer.blocks) and not transfer.stopped:
             blocks = list(transfer.blocks[moved : moved + self._settings.slice_blocks])
             first = transfer.start + moved
             try:
-                move = functools.partial(self._slice, rank, transfer, first, blocks, slice_timeout, end, write=write)
+                move = functools.partial(self._slice, rank, transfer, first, blocks, end, write=write)
                 count = await self._call(transfer, executor, move)
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
@@ -265,22 +256,15 @@ class SdkTokenStorage(TokenStorage):
         return await answer
 
     def _slice(
-        self,
-        rank: _AttachedRank,
-        transfer: Transfer,
-        first: int,
-        blocks: list[int],
-        slice_timeout: float | None,
-        end: float,
-        *,
-        write: bool,
+        self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], end: float, *, write: bool
     ) -> int:
         """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
-        limit = left if slice_timeout is None else min(slice_timeout, left)
+        limit = min(self._settings.slice_timeout, left) if write else left
         if limit <= 0:
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
-        tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
+        device = rank.port.device
+        tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
         move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
         if not device.addressable:
             return move(*tensors_of(self._layout, device.arena), blocks, limit)
@@ -291,10 +275,6 @@ class SdkTokenStorage(TokenStorage):
         if not write:
             own.copy_in(max(0, count))
         return count
-
-    def _tokens(self, transfer: Transfer, blocks: int) -> list[int]:
-        tokens: list[int] = transfer.path.array[: blocks * self._block_size].tolist()
-        return tokens
 
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
