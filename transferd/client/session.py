@@ -137,11 +137,10 @@ class Conversation:
 
         Raises ConfigError for an invalid endpoint, Closed in a forked child of the process that connected.
         """
+        self.check_process()
         if self._heart.open:
-            if self._pid == os.getpid() and not self._loop_gone:
+            if not self._loop_gone:
                 return False
-            if self._pid != os.getpid():
-                raise self.unusable()
             self.close()
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
