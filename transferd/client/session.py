@@ -48,7 +48,7 @@ from transferd.errors import (
     RequestError,
     TransferError,
 )
-from transferd.runtime.aio import Timer
+from transferd.runtime.aio import Timer, resolve
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Task
@@ -497,8 +497,8 @@ class Conversation:
             self._unsent.extend(waiting)
             self._send_waiting()
         for future, ready in self._waiters.items():
-            if (welcome.ready or not ready) and not future.done():
-                future.set_result(None)
+            if welcome.ready or not ready:
+                resolve(future, None)
 
     # --- silence ------------------------------------------------------------------------------------
 
