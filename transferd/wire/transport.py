@@ -274,7 +274,12 @@ class ZmqServerTransport:
         common = self._door(on_message, allowed and allowed | observing, observing - allowed)
         watching = replace(self._door(on_message, observing and allowed | observing, None), limit=OBSERVER_MESSAGE)
         acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), self._ended)
-        listen = functools.partial(self._listen, acceptor, curve)
+
+        def listen(key: str, endpoint: str, door: Door, mode: int, gid: int) -> str:
+            """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
+            door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
+            return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
+
         try:
             mode = int(config.socket_mode, 8)
             self.endpoints = [listen("endpoint", endpoint, common, mode, group) for endpoint in config.endpoints]
@@ -309,20 +314,6 @@ class ZmqServerTransport:
         receive = one_frame(on_message)
         most = self.MOST_UNREAD
         return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
-
-    def _listen(
-        self,
-        acceptor: Acceptor,
-        curve: Callable[[], CurveServer] | None,
-        key: str,
-        endpoint: str,
-        door: Door,
-        mode: int,
-        gid: int,
-    ) -> str:
-        """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
-        door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
-        return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
 
     def _curve(self) -> Callable[[], CurveServer] | None:
         """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""
