@@ -45,7 +45,7 @@ from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import CLOSE_S, Crew, Work
-from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
+from transferd.storage.attention_store.own_blocks import OwnBlocks, Tensors, tensors_of
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
@@ -267,11 +267,11 @@ class SdkTokenStorage(TokenStorage):
         tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
         move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
         if not device.addressable:
-            return move(*tensors_of(self._layout, device.arena), blocks, limit)
+            return move(tensors_of(self._layout, device.arena), blocks, limit)
         own = OwnBlocks(self._layout, device.arena, blocks)
         if write:
             own.copy_out()
-        count = move(*own.tensors, list(range(len(blocks))), limit)
+        count = move(own.tensors, list(range(len(blocks))), limit)
         if not write:
             own.copy_in(max(0, count))
         return count
@@ -362,24 +362,14 @@ class SdkSession:
             return int(self._sdk.match(self._tokens(tokens), start, timeout))
 
     def move(
-        self,
-        call: str,
-        tokens: Sequence[int],
-        start: int,
-        keys: list[int],
-        values: list[int],
-        blocks: list[int],
-        timeout: float,
+        self, call: str, tokens: Sequence[int], start: int, tensors: Tensors, blocks: list[int], timeout: float
     ) -> int:
-        """Make a call, `read` or `write`. Returns how many blocks arrived, or how many the store took.
-
-        keys, values: the address of each layer's tensor.
-        """
+        """Make a call, `read` or `write`. Returns how many blocks arrived, or how many the store took."""
         more: dict[str, Any] = {}
         if self._library.attention_type is not None:
             more = {"remote_addrs": None} if call == "read" else {"h2h_copy": False, "params": None}
         with _translated(self._library, call):
-            args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
+            args = (self._layer_ids, self._tokens(tokens), start, *tensors, blocks, timeout)
             return int(getattr(self._sdk, call)(*args, **more))
 
     def flush_token_index(self, tokens: Sequence[int], start: int, *, resident: bool) -> None:
