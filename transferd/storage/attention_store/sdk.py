@@ -308,7 +308,7 @@ def load_library() -> Library:
         sdk = importlib.import_module(f"{PACKAGE}.sdk")
         media = importlib.import_module(f"{PACKAGE}.api.common.common_pb2")
         error = importlib.import_module(f"{PACKAGE}.utils.err")
-        library = Library(
+        return Library(
             sdk.AttentionStoreSDK, sdk.Tokens, error.AttentionStoreSDKError, media.MEDIA_HBM, _attention_type()
         )
     except ImportError as problem:
@@ -317,7 +317,6 @@ def load_library() -> Library:
     except AttributeError as problem:
         what = f"the installed {PACKAGE} has an unsupported version: {problem}"
         raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
-    return library
 
 
 def _attention_type() -> Any:
