@@ -50,14 +50,12 @@ def refusal(
     lanes: Lanes, task: Task, nbytes: int = 0, arguments: int = 0, held: int = 0, *, flush: bool = False
 ) -> ErrorInfo | None:
     lanes.hazards.nbytes = held
-    busy = lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush))
-    return None if busy is None else busy[0]
+    return lanes.too_much(record_of(task, nbytes=nbytes, arguments=arguments, flush=flush))
 
 
 def hint(lanes: Lanes, task: Task, nbytes: int) -> float:
-    busy = lanes.too_much(record_of(task, nbytes=nbytes))
-    assert busy is not None
-    return busy[1]
+    assert lanes.too_much(record_of(task, nbytes=nbytes)) is not None
+    return lanes.hint(task.lane)
 
 
 # --- places ---------------------------------------------------------------------------------------
@@ -246,16 +244,15 @@ def test_every_refusal_says_when_to_ask_again() -> None:
         lanes.spent(record_of(lane_task), 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
-    flush = lanes.too_much(record_of(write("w"), flush=True))
+    assert lanes.too_much(record_of(write("w"), flush=True)) is not None
+    assert lanes.hint(Lane.WRITE) == pytest.approx(0.2)
     lanes.hazards.nbytes = 1
-    arguments = lanes.too_much(record_of(read("r"), arguments=10))
+    assert lanes.too_much(record_of(read("r"), arguments=10)) is not None
+    assert lanes.hint(Lane.READ) == pytest.approx(0.1)
     for i in range(2):
         admit(lanes, read(f"r{i}"), ready=False)
-    full = lanes.too_much(record_of(read("r")))
-    assert flush is not None
-    assert arguments is not None
-    assert full is not None
-    assert [flush[1], arguments[1], full[1]] == [pytest.approx(seconds) for seconds in (0.2, 0.1, 0.2)]
+    assert lanes.too_much(record_of(read("r"))) is not None
+    assert lanes.hint(Lane.READ) == pytest.approx(0.2)
 
 
 def test_a_ready_task_is_counted_until_it_is_started_or_passed_over() -> None:

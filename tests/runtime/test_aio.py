@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from transferd.errors import InvariantError
-from transferd.runtime.aio import answered, at_once, every, in_turns, resumed, run_until_stopped, uncancelled
+from transferd.runtime.aio import answered, at_once, every, in_turns, resolve, resumed, run_until_stopped, uncancelled
 from transferd.runtime.compat import timeout
 
 Work = Callable[[], Coroutine[Any, Any, str]]
@@ -54,6 +54,15 @@ async def timed() -> str:
     async with timeout(30):
         await asyncio.sleep(0)
     return "ended"
+
+
+async def test_a_future_is_resolved_once_and_not_after_its_waiter_was_cancelled() -> None:
+    first, cancelled = (asyncio.get_running_loop().create_future() for _ in range(2))
+    cancelled.cancel()
+    for future in (first, first, cancelled):
+        resolve(future, "value")
+    assert first.result() == "value"
+    assert cancelled.cancelled()
 
 
 @pytest.mark.parametrize("work", [turns, futures, timed])

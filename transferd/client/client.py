@@ -243,7 +243,8 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         pending = self._pushed(task, ack=False, progressed=progressed)
         result: TaskResult = await self._unless_cancelled(pending, pending.future)
         if settled and not result.settled:
-            result = await self._unless_cancelled(pending, self._made_settled(result, limit))
+            known = await self._unless_cancelled(pending, self.settled(result.task_id, limit))
+            result = after_waiting(result, self.endpoint, limit, known)
         return result
 
     async def insist(
@@ -286,9 +287,6 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     def unsettled(self) -> list[str]:
         """Ids of ended tasks that may still use their blocks. See `settled`."""
         return self._conversation.settling.task_ids
-
-    async def _made_settled(self, result: TaskResult, timeout: float | None) -> TaskResult:
-        return after_waiting(result, self.endpoint, timeout, await self.settled(result.task_id, timeout))
 
     async def _unless_cancelled(self, pending: PendingTask, waited_for: Awaitable[T]) -> T:
         """Wait. If the caller is cancelled, cancel the task, and raise once it is settled."""

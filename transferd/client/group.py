@@ -91,7 +91,10 @@ class _Nodes(Calls):
 
     async def _on_all(self, ask: Callable[[Client], Coroutine[Any, Any, T]]) -> list[T]:
         """Ask every node at once; wait for all answers. Raises the first node's error, which then names the node."""
-        answers = await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True)
+        return self._good(await asyncio.gather(*(ask(client) for client in self.clients), return_exceptions=True))
+
+    def _good(self, answers: Sequence[T | BaseException]) -> list[T]:
+        """The answers of all nodes. Raises the first node's error, which then names the node."""
         good: list[T] = []
         for client, answer in zip(self.clients, answers, strict=True):
             if isinstance(answer, BaseException):
@@ -344,12 +347,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task on every node. Returns False if no node had such a task. Raises only if no node answers."""
         answers = await asyncio.gather(*(client.cancel(task_id) for client in self.clients), return_exceptions=True)
-        if any(answer is True for answer in answers):
-            return True
-        for client, answer in zip(self.clients, answers, strict=True):
-            if isinstance(answer, BaseException):
-                raise _named(client, answer)
-        return False
+        return any(answer is True for answer in answers) or any(self._good(answers))
 
     # --- prefill → decode ---------------------------------------------------------------------------
 
@@ -489,11 +487,10 @@ def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskRe
     if not refusals or not idle:
         return None
     first = next((node for node in refusals if node.result.status is Status.REJECTED), refusals[0])
-    error = first.result.error
     return TaskResult(
         task_id=task.task_id,
         status=first.result.status,
-        error=None if error is None else _of_node(first, error),
+        error=_of_node(first, first.result.error),
         retry_after=max((node.result.retry_after or 0.0 for node in refusals), default=0.0) or None,
         duration=duration,
         generation=first.result.generation,
@@ -504,7 +501,7 @@ def _refused(task: Task, nodes: Sequence[NodeResult], duration: float) -> TaskRe
 def _outcomes(task: Task, node: NodeResult, *, claims: bool) -> list[RankOutcome]:
     """The node's share, as one outcome per rank. claims: whether its blocks count."""
     result = node.result
-    error = None if result.error is None else _of_node(node, result.error)
+    error = _of_node(node, result.error)
     if len(result.ranks) != len(node.ranks):
         if result.ranks:
             what = f"{node.endpoint}: answered for {len(result.ranks)} ranks, and had {len(node.ranks)} before"
@@ -535,14 +532,13 @@ def _stop(result: TaskResult) -> Stop | None:
 def _shares(node: NodeResult) -> list[RankResult]:
     """The node's rank results under their global numbers; errors name the node."""
     return [
-        msgspec.structs.replace(
-            share,
-            rank=node.ranks.start + position,
-            error=None if share.error is None else _of_node(node, share.error),
-        )
-        for position, share in enumerate(node.result.ranks)
+        msgspec.structs.replace(share, rank=rank, error=_of_node(node, share.error))
+        for rank, share in enumerate(node.result.ranks, node.ranks.start)
     ]
 
 
-def _of_node(node: NodeResult, error: ErrorInfo) -> ErrorInfo:
-    return error if node.endpoint in error.message else ErrorInfo(error.code, f"{node.endpoint}: {error.message}")
+def _of_node(node: NodeResult, error: ErrorInfo | None) -> ErrorInfo | None:
+    """The same error, if there is one, with the node's endpoint at the beginning of its text."""
+    if error is None or node.endpoint in error.message:
+        return error
+    return ErrorInfo(error.code, f"{node.endpoint}: {error.message}")

@@ -41,6 +41,7 @@ class Heartbeat:
 
     open: not CLOSED.
     lost: LOST.
+    newest: the number of the newest Hello.
     asked_at: when we sent the oldest Hello that no message has followed; None without such a Hello: `heard` would then
         change nothing.
     """
@@ -51,20 +52,15 @@ class Heartbeat:
         self._reset()
 
     def _reset(self) -> None:
-        self._hello = 0  # number of the newest Hello
+        self.newest = 0
         self._welcomed = 0  # number of the Hello that the newest Welcome answers
         self.asked_at: float | None = None
         self._hello_delay = FIRST_HELLO_S
 
     @property
-    def newest(self) -> int:
-        """The number of the newest Hello."""
-        return self._hello
-
-    @property
     def hello_under_way(self) -> bool:
         """Whether the newest Hello is still unanswered. Its Welcome will be the newest."""
-        return self._hello > self._welcomed
+        return self.newest > self._welcomed
 
     def opened(self) -> None:
         self._become(Presence.SEEKING)
@@ -74,7 +70,7 @@ class Heartbeat:
         self._become(Presence.CLOSED)
 
     def said_hello(self, number: int, now: float) -> None:
-        self._hello = number
+        self.newest = number
         if self.asked_at is None:
             self.asked_at = now
 

@@ -27,6 +27,7 @@ from transferd.errors import (
     TierError,
     TransferError,
 )
+from transferd.runtime.aio import resolve
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 
@@ -54,8 +55,7 @@ class Pending:
         """All blocks of the task have so many layers there."""
 
     def answer(self, value: Any) -> None:
-        if not self.future.done():
-            self.future.set_result(value)
+        resolve(self.future, value)
 
     def fail(self, error: TransferError) -> None:
         if not self.future.done():
@@ -154,8 +154,8 @@ class PendingTask(Pending):
         return future
 
     def accepted(self) -> None:
-        if self.admitted is not None and not self.admitted.done():
-            self.admitted.set_result(None)
+        if self.admitted is not None:
+            resolve(self.admitted, None)
 
     def progressed(self, layers: int) -> None:
         self.on_progress(layers)
@@ -164,11 +164,10 @@ class PendingTask(Pending):
         if not value.settled and self.push is not None:
             self._settling.gave_up(value.task_id, self.push)
         self.result = value
-        if not self.future.done():  # as Pending does: a call less for each task
+        if not self.future.done():  # as Pending does: two calls less for each task
             self.future.set_result(value)
         for future in self._watching:
-            if not future.done():
-                future.set_result(None)
+            resolve(future, None)
         self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:

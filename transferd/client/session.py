@@ -48,7 +48,7 @@ from transferd.errors import (
     RequestError,
     TransferError,
 )
-from transferd.runtime.aio import Timer
+from transferd.runtime.aio import Timer, resolve
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
 from transferd.tasks import ErrorInfo, Task
@@ -137,11 +137,10 @@ class Conversation:
 
         Raises ConfigError for an invalid endpoint, Closed in a forked child of the process that connected.
         """
+        self.check_process()
         if self._heart.open:
-            if self._pid == os.getpid() and not self._loop_gone:
+            if not self._loop_gone:
                 return False
-            if self._pid != os.getpid():
-                raise self.unusable()
             self.close()
         self._transport.start(self._received)
         self._loop, self._pid = asyncio.get_running_loop(), os.getpid()
@@ -498,8 +497,8 @@ class Conversation:
             self._unsent.extend(waiting)
             self._send_waiting()
         for future, ready in self._waiters.items():
-            if (welcome.ready or not ready) and not future.done():
-                future.set_result(None)
+            if welcome.ready or not ready:
+                resolve(future, None)
 
     # --- silence ------------------------------------------------------------------------------------
 

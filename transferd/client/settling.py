@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from transferd.errors import TransferError
-from transferd.runtime.aio import Timer
+from transferd.runtime.aio import Timer, resolve
 from transferd.tiers.owner import WatchedProcess
 from transferd.wire import protocol as wire
 
@@ -157,7 +157,7 @@ class Settling:
             return False
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        limit = None if timeout == math.inf else loop.call_later(timeout, _done, future)
+        limit = None if timeout == math.inf else loop.call_later(timeout, resolve, future, None)
         self._waiting.setdefault(task_id, set()).add(future)
         self._unasked[task_id] = None
         self._ask_soon()
@@ -241,7 +241,7 @@ class Settling:
     def _wake(self, task_id: str) -> None:
         self._unasked.pop(task_id, None)
         for future in self._waiting.get(task_id, ()):
-            _done(future)
+            resolve(future, None)
 
     # --- looking ------------------------------------------------------------------------------------
 
@@ -278,11 +278,6 @@ class Settling:
         for task_id in [task_id for task_id, given in self._tasks.items() if given.boot.over]:
             del self._tasks[task_id]
         self._boots = {boot for boot in self._boots if not boot.over}
-
-
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def in_slices(each: Sequence[T], act: Callable[[T], object], size: int = SLICE) -> None:

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from transferd.client.blocking import (
     BlockingCache,
@@ -30,7 +30,6 @@ from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import Task, TaskResult
 from transferd.wire.transport import keep
 
-P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 MOST_BEGINNING = 256  # calls of all threads that the client's thread has not begun; a further one waits its turn

@@ -65,7 +65,11 @@ class ByteRanges(Generic[T]):
 
         A claim may enter more than once. It is never among the claims returned for it.
         """
-        number = self._number_of(claim)
+        if claim not in self._numbers:
+            self._last += 1
+            self._numbers[claim] = self._last
+            self._claims[self._last] = claim
+        number = self._numbers[claim]
         found: set[int] = set()
         for grid in grids:
             rows = np.array([(*span, number, writes) for span in grid.ranges(ids)], dtype=np.int64)
@@ -93,13 +97,6 @@ class ByteRanges(Generic[T]):
 
     def __len__(self) -> int:
         return len(self._claims)
-
-    def _number_of(self, claim: T) -> int:
-        if claim not in self._numbers:
-            self._last += 1
-            self._numbers[claim] = self._last
-            self._claims[self._last] = claim
-        return self._numbers[claim]
 
 
 def _touching(table: _Table, ours: _Table) -> list[int]:

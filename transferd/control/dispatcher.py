@@ -251,10 +251,9 @@ class Dispatcher:
         busy = self.lanes.too_much(record)
         total = self._total
         if busy is None and total is not None and len(total.engines) > 1:  # a single engine has no bounds but its own
-            beyond = total.refusal(self.lanes, record)
-            busy = None if beyond is None else (beyond, self.lanes.hint(record.lane))
+            busy = total.refusal(self.lanes, record)
         if busy is not None:
-            self._refuse(push, Status.BUSY, *busy)
+            self._refuse(push, Status.BUSY, busy, self.lanes.hint(lane))
             return
         self._admit(client, record, blocks, footprint)
 
@@ -436,7 +435,10 @@ class Dispatcher:
                     self._out.append(do.ExpireRound(record.task_id))
             else:
                 self._end(record, Stop.EXPIRED)
-        self._ask_for_wake()
+        soonest = self._alarms.next()
+        if soonest < self._wake_at:
+            self._wake_at = soonest
+            self._out.append(do.WakeAt(soonest))
 
     def _end(self, record: TaskState, reason: Stop) -> None:
         if record.state is State.QUEUED:
@@ -602,9 +604,3 @@ class Dispatcher:
         if when < self._wake_at:  # else a WakeAt for this time or an earlier one is pending
             self._wake_at = when
             self._out.append(do.WakeAt(when))
-
-    def _ask_for_wake(self) -> None:
-        soonest = self._alarms.next()
-        if soonest < self._wake_at:
-            self._wake_at = soonest
-            self._out.append(do.WakeAt(soonest))

@@ -44,9 +44,6 @@ class Gate:
     """
 
     refusal: tuple[Status, ErrorInfo] | None
-    starts: bool
-    paused: bool
-    draining: bool
 
     def __init__(self, *, memory: bool) -> None:
         """memory: whether every rank has its memory; False while the daemon starts."""

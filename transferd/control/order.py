@@ -254,30 +254,29 @@ class Lanes:
     def running(self) -> int:
         return sum(load.running for load in self.loads.values())
 
-    def too_much(self, record: TaskState) -> tuple[ErrorInfo, float] | None:
-        """Why this task is not admitted now, and after how many seconds to retry; None if it may be admitted."""
+    def too_much(self, record: TaskState) -> ErrorInfo | None:
+        """Why this task is not admitted now; None if it may be. `hint` says when to retry."""
         load, arguments, held = self.loads[record.lane], record.arguments, self.hazards.nbytes
         if self.queued >= self._server.max_queued_tasks:
-            return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting"), self._hint(load)
+            return ErrorInfo("queue_full", f"the queue is full: {self.queued} tasks are waiting")
         # An index that hangs delays every flush until its deadline, and an engine that evicts sends many flushes.
         waiting = load.tasks - load.running
         if record.flush and waiting >= (self._server.max_queued_tasks + 1) // 2:
-            return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting"), self._hint(load)
+            return ErrorInfo("queue_full", f"flushes fill half of the queue: {waiting} are waiting")
         # A task that is alone may exceed a bound: no retry would ever succeed otherwise.
         if held and held + arguments > self._server.max_queued_bytes:
             message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, and this one would add {arguments}"
-            return ErrorInfo("queue_full", message), self._hint(load)
+            return ErrorInfo("queue_full", message)
         if load.tasks and load.nbytes + record.nbytes > self._server.max_inflight_bytes:
-            message = f"{load.nbytes} bytes are in flight in this lane"
-            return ErrorInfo("bytes_in_flight", message), self._hint(load)
+            return ErrorInfo("bytes_in_flight", f"{load.nbytes} bytes are in flight in this lane")
         return None
 
     def hint(self, lane: Lane) -> float:
-        """After how many seconds to retry a push into this lane."""
-        return self._hint(self.loads[lane])
+        """After how many seconds to retry a push into this lane.
 
-    def _hint(self, load: LaneLoad) -> float:
-        """The time in which this lane finishes a quarter of its queue: soon, but not so soon that all retry in vain."""
+        The time in which it finishes a quarter of its queue: soon, but not so soon that all retry in vain.
+        """
+        load = self.loads[lane]
         waiting = max(1, load.tasks - load.running)
         estimate = load.seconds * waiting / self._server.lane_depth / 4
         return min(max(estimate, RETRY_AFTER_S[0]), RETRY_AFTER_S[1])

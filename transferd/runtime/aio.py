@@ -20,6 +20,12 @@ def answered(value: T) -> asyncio.Future[T]:
     return future
 
 
+def resolve(future: asyncio.Future[T], value: T) -> None:
+    """Give a future its value, unless it is done: its waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(value)
+
+
 def then(value: T | asyncio.Future[T], do: Callable[[T], U | asyncio.Future[U]]) -> U | asyncio.Future[U]:
     """What `do` makes of a value: at once, or later if the value comes later."""
     if not isinstance(value, asyncio.Future):

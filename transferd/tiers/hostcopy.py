@@ -62,14 +62,8 @@ def _moved(source_address: int, target_address: int, runs: Runs) -> int:
 
 
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = (
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_void_p,
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
+_IOVECS = ctypes.c_void_p, ctypes.c_ulong  # where they are, and how many
+_libc.process_vm_readv.argtypes = (ctypes.c_int, *_IOVECS, *_IOVECS, ctypes.c_ulong)
 
 # copy_runs(source address, target address, runs): copy runs[i] = (source offset, target offset, nbytes), relative to
 # the two addresses. The caller guarantees that every run lies inside the two ranges and that no run's target overlaps

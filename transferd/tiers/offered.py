@@ -48,11 +48,8 @@ def open_offered(data: Mapping[str, Any], nbytes: int) -> tuple[int, str]:
     uid, pid = _offerer(data)
     passed, which = data.get(PASSED) or (None, 0)
     if "fd" in data:
-        path, label, flags = (
-            _descriptor(data["fd"], pid if passed is None else os.getpid()),
-            f"descriptor {data['fd']}",
-            0,
-        )
+        path = _descriptor(data["fd"], pid if passed is None else os.getpid())
+        label, flags = f"descriptor {data['fd']}", 0
     else:
         path, label, flags = str(DIRECTORY / check_name(data.get("name"))), f"{data['name']!r}", os.O_NOFOLLOW
     if passed is not None:

@@ -174,7 +174,7 @@ class ZmtpConnection:
         self._new = False  # in the outbox's list
         self._events = 0  # IN while it reads; OUT while it waits until the socket can take more
         self._patience = Timer()
-        self._patience.set(HANDSHAKE_S, self._slow)
+        self._patience.set(HANDSHAKE_S, self.break_off, "handshake_failed", f"no handshake within {HANDSHAKE_S:g} s")
         self._watch(IN)
         self._put(greeting(self._mechanism.name, as_server=True))
 
@@ -347,9 +347,6 @@ class ZmtpConnection:
         self.open = True
         self._patience.cancel()
         self._acceptor.opened(self)
-
-    def _slow(self) -> None:
-        self.break_off("handshake_failed", f"no handshake within {HANDSHAKE_S:g} s")
 
     def _refuse(self, reason: str) -> None:
         """Answer that the peer may not connect, in a form that libzmq's clients recognise."""

@@ -33,7 +33,8 @@ LONGEST_KEY_FILE = 4096  # bytes
 class ServerCurve:
     """The daemon's keys.
 
-    allowed: the public keys (Z85) of permitted clients; if None, any client that has our public key may connect.
+    allowed: the public keys, 32 bytes each, of permitted clients; if None, any client that has our public key may
+        connect.
     """
 
     secret_key: bytes
@@ -50,11 +51,6 @@ class ServerCurve:
         if not section.client_keys_dir:
             return cls(secret)
         return cls(secret, client_keys(section.client_keys_dir))
-
-    @property
-    def allowed_raw(self) -> frozenset[bytes] | None:
-        """`allowed`, each as 32 bytes."""
-        return None if self.allowed is None else raw_keys(self.allowed)
 
     def server_side(self) -> Callable[..., CurveServer]:
         """Makes the server's side of a handshake. Raises ConfigError if the package for it is missing."""
@@ -111,7 +107,7 @@ def _client_key(name: str, key: object) -> bytes:
 
 
 def client_keys(directory: str) -> frozenset[bytes]:
-    """The public keys (Z85) in a directory, one a file. Raises ConfigError."""
+    """The public keys in a directory, one a file, as 32 bytes each. Raises ConfigError."""
     name, path = "server.curve.client_keys_dir", Path(directory)
     try:
         if path.stat().st_mode & 0o002:
@@ -119,11 +115,7 @@ def client_keys(directory: str) -> frozenset[bytes]:
         files = sorted(file for file in path.iterdir() if file.is_file())
     except OSError as error:
         raise ConfigError(name, f"cannot be read: {error.strerror}", directory) from error
-    return frozenset(_read_key(name, file) for file in files)
-
-
-def raw_keys(keys: frozenset[bytes]) -> frozenset[bytes]:
-    return frozenset(map(z85.decode, keys))
+    return frozenset(z85.decode(_read_key(name, file)) for file in files)
 
 
 def _read_key(name: str, path: Path) -> bytes:

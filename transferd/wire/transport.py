@@ -26,7 +26,7 @@ from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError, NoDescriptors
 from transferd.runtime.descriptors import check_free
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
-from transferd.wire.curve import ClientCurve, ServerCurve, client_keys, raw_keys
+from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
@@ -258,12 +258,8 @@ class ZmqServerTransport:
         self._config = config
         self._acceptor: Acceptor | None = None
         self._keys: frozenset[bytes] | None = None  # of permitted clients, 32 bytes each; None permits any key
-        self._endpoints: list[str] = list(config.endpoints)
+        self.endpoints: Sequence[str] = list(config.endpoints)
         self.observer_endpoint = config.observer_endpoint
-
-    @property
-    def endpoints(self) -> Sequence[str]:
-        return self._endpoints
 
     def start(self, on_message: ServerMessage) -> None:
         """Lock and bind every endpoint, or none. Raises ConfigError."""
@@ -278,10 +274,15 @@ class ZmqServerTransport:
         common = self._door(on_message, allowed and allowed | observing, observing - allowed)
         watching = replace(self._door(on_message, observing and allowed | observing, None), limit=OBSERVER_MESSAGE)
         acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), self._ended)
-        listen = functools.partial(self._listen, acceptor, curve)
+
+        def listen(key: str, endpoint: str, door: Door, mode: int, gid: int) -> str:
+            """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
+            door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
+            return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
+
         try:
             mode = int(config.socket_mode, 8)
-            self._endpoints = [listen("endpoint", endpoint, common, mode, group) for endpoint in config.endpoints]
+            self.endpoints = [listen("endpoint", endpoint, common, mode, group) for endpoint in config.endpoints]
             if config.observer_endpoint:
                 mode = int(config.observer_mode, 8)
                 there = listen("observer_endpoint", config.observer_endpoint, watching, mode, observer_group)
@@ -314,27 +315,13 @@ class ZmqServerTransport:
         most = self.MOST_UNREAD
         return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
 
-    def _listen(
-        self,
-        acceptor: Acceptor,
-        curve: Callable[[], CurveServer] | None,
-        key: str,
-        endpoint: str,
-        door: Door,
-        mode: int,
-        gid: int,
-    ) -> str:
-        """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
-        door = replace(door, curve=curve) if _is_tcp(endpoint) else replace(door, passes=True)
-        return acceptor.listen(endpoint, f"server.{key}", door, mode, gid)
-
     def _curve(self) -> Callable[[], CurveServer] | None:
         """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""
         if self._config.curve is None:
             return None
         keys = ServerCurve.load(self._config.curve)
         curve_server = keys.server_side()
-        self._keys = keys.allowed_raw
+        self._keys = keys.allowed
         return lambda: curve_server(b"ROUTER", ROUTED, lambda key: self._keys is None or key in self._keys)
 
     def peer(self, name: bytes) -> ServerPeer | None:
@@ -352,7 +339,7 @@ class ZmqServerTransport:
         curve = self._config.curve
         if self._acceptor is None or curve is None or not curve.client_keys_dir or self._keys is None:
             return 0, 0
-        before, self._keys = self._keys, raw_keys(client_keys(curve.client_keys_dir))
+        before, self._keys = self._keys, client_keys(curve.client_keys_dir)
         revoked = before - self._keys
         for connection in list(self._acceptor.connections.values()):
             if connection.key in revoked:

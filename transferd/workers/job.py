@@ -16,6 +16,7 @@ from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
+from transferd.runtime.aio import resolve
 from transferd.runtime.compat import cancelled_from_outside
 from transferd.runtime.threads import noted
 from transferd.storage.base import Item, Outcome, Outcomes
@@ -46,7 +47,7 @@ class StopSignal:
         if self.reason is None:
             self.reason = reason
             for waiter in self._waiters:
-                _wake(waiter)
+                resolve(waiter, None)
             for works in self._copies.values():
                 for work in works:
                     work.cancel()  # does nothing once a thread has taken it (runtime/threads.py)
@@ -84,7 +85,7 @@ class StopSignal:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake(_: object) -> None:
-            _wake(waiter)
+            resolve(waiter, None)
 
         future.add_done_callback(wake)
         self._waiters.add(waiter)
@@ -94,11 +95,6 @@ class StopSignal:
             self._waiters.discard(waiter)
             future.remove_done_callback(wake)
         return future.done()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,6 @@ from transferd.errors import TransferError
 from transferd.storage.lru import Use
 from transferd.storage.tokens import TokenStorage
 from transferd.tasks import RankOutcome, ReadStorageTask, TokenIds, WriteStorageTask
-from transferd.tiers.base import DeviceTier
 from transferd.workers.context import RankContext
 from transferd.workers.job import Job, Share
 from transferd.workers.read import Reader, leading
@@ -69,14 +68,11 @@ class TokenHandler:
 
     def __init__(self, context: RankContext, tokens: TokenStorage, reader: Reader, writer: Writer) -> None:
         self.rank = context.rank
+        self.device = context.device
         self._context = context
         self._tokens = tokens
         self._reader = reader
         self._writer = writer
-
-    @property
-    def device(self) -> DeviceTier:
-        return self._context.device
 
     async def match(self, generation: str, keys: Sequence[str]) -> int:
         objects = self._context.format
@@ -97,9 +93,8 @@ class TokenHandler:
 
     async def _flush(self, job: Job, task: WriteStorageTask) -> RankOutcome:
         share = Share(job, self._context)
-        if self.rank == MANAGER and not await self._index_updated(task, share):
-            return share.outcome()
-        share.done(range(task.blocks), 0)
+        if self.rank != MANAGER or await self._index_updated(task, share):
+            share.done(range(task.blocks), 0)
         return share.outcome()
 
     async def _index_updated(self, task: WriteStorageTask, share: Share) -> bool:

@@ -15,9 +15,12 @@ from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout.base import Arena, BlockLayout
 from transferd.tiers.hostcopy import copy_runs
 
+Tensors = tuple[list[int], list[int]]
+"""The addresses of each layer's key tensor, and of each layer's value tensor."""
 
-def tensors_of(layout: BlockLayout, arena: Arena) -> tuple[list[int], list[int]]:
-    """The addresses of each layer's key tensor, and of each layer's value tensor."""
+
+def tensors_of(layout: BlockLayout, arena: Arena) -> Tensors:
+    """Where the tensors of this memory are."""
     at: dict[str, list[int]] = {"key": [], "value": []}
     for segment, offset in zip(layout.segments, arena.geometry.offsets.tolist(), strict=True):
         at[segment.plane.name].append(arena.origin + offset)

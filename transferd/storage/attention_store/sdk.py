@@ -45,7 +45,7 @@ from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import CLOSE_S, Crew, Work
-from transferd.storage.attention_store.own_blocks import OwnBlocks, tensors_of
+from transferd.storage.attention_store.own_blocks import OwnBlocks, Tensors, tensors_of
 from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
@@ -186,8 +186,7 @@ class SdkTokenStorage(TokenStorage):
     async def read(self, transfer: Transfer) -> RankOutcome:
         if not self._moves:
             return transfer.ended(0, StorageError("AttentionStore: flush-only, no bytes of this layout move"), 0.0)
-        rank = self._ranks[transfer.rank]
-        outcome = await self._in_slices(transfer, rank, None, transfer.remaining_s, write=False)
+        outcome = await self._in_slices(transfer, write=False)
         moved = len(outcome.moved)
         self._counts["hits"] += moved
         self._counts["misses"] += len(transfer.blocks) - moved
@@ -195,8 +194,7 @@ class SdkTokenStorage(TokenStorage):
         return outcome
 
     async def write(self, transfer: Transfer) -> RankOutcome:
-        rank, total = self._ranks[transfer.rank], self._settings.total_timeout or transfer.remaining_s
-        outcome = await self._in_slices(transfer, rank, self._settings.slice_timeout, total, write=True)
+        outcome = await self._in_slices(transfer, write=True)
         self._counts["stored"] += len(outcome.moved)
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
@@ -224,25 +222,18 @@ class SdkTokenStorage(TokenStorage):
 
     # --- inside -------------------------------------------------------------------------------------
 
-    async def _in_slices(
-        self,
-        transfer: Transfer,
-        rank: _AttachedRank,
-        slice_timeout: float | None,
-        total_timeout: float,
-        *,
-        write: bool,
-    ) -> RankOutcome:
+    async def _in_slices(self, transfer: Transfer, *, write: bool) -> RankOutcome:
         """Call once per slice, until one moves fewer than all its blocks. A write treats that as an error."""
-        began = self._clock.monotonic()
-        end = began + total_timeout
+        began, rank = self._clock.monotonic(), self._ranks[transfer.rank]
+        total_timeout = self._settings.total_timeout if write else 0.0
+        end = began + (total_timeout or transfer.remaining_s)
         executor = rank.stores if write else rank.loads
         moved, error = 0, None
         while moved < len(transfer.blocks) and not transfer.stopped:
             blocks = list(transfer.blocks[moved : moved + self._settings.slice_blocks])
             first = transfer.start + moved
             try:
-                move = functools.partial(self._slice, rank, transfer, first, blocks, slice_timeout, end, write=write)
+                move = functools.partial(self._slice, rank, transfer, first, blocks, end, write=write)
                 count = await self._call(transfer, executor, move)
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
@@ -265,36 +256,25 @@ class SdkTokenStorage(TokenStorage):
         return await answer
 
     def _slice(
-        self,
-        rank: _AttachedRank,
-        transfer: Transfer,
-        first: int,
-        blocks: list[int],
-        slice_timeout: float | None,
-        end: float,
-        *,
-        write: bool,
+        self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], end: float, *, write: bool
     ) -> int:
         """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
-        limit = left if slice_timeout is None else min(slice_timeout, left)
+        limit = min(self._settings.slice_timeout, left) if write else left
         if limit <= 0:
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
-        tokens, device = self._tokens(transfer, first + len(blocks)), rank.port.device
+        device = rank.port.device
+        tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
         move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
         if not device.addressable:
-            return move(*tensors_of(self._layout, device.arena), blocks, limit)
+            return move(tensors_of(self._layout, device.arena), blocks, limit)
         own = OwnBlocks(self._layout, device.arena, blocks)
         if write:
             own.copy_out()
-        count = move(*own.tensors, list(range(len(blocks))), limit)
+        count = move(own.tensors, list(range(len(blocks))), limit)
         if not write:
             own.copy_in(max(0, count))
         return count
-
-    def _tokens(self, transfer: Transfer, blocks: int) -> list[int]:
-        tokens: list[int] = transfer.path.array[: blocks * self._block_size].tolist()
-        return tokens
 
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
@@ -328,7 +308,7 @@ def load_library() -> Library:
         sdk = importlib.import_module(f"{PACKAGE}.sdk")
         media = importlib.import_module(f"{PACKAGE}.api.common.common_pb2")
         error = importlib.import_module(f"{PACKAGE}.utils.err")
-        library = Library(
+        return Library(
             sdk.AttentionStoreSDK, sdk.Tokens, error.AttentionStoreSDKError, media.MEDIA_HBM, _attention_type()
         )
     except ImportError as problem:
@@ -337,7 +317,6 @@ def load_library() -> Library:
     except AttributeError as problem:
         what = f"the installed {PACKAGE} has an unsupported version: {problem}"
         raise ConfigError("storage.attention_store.driver", what, "sdk") from problem
-    return library
 
 
 def _attention_type() -> Any:
@@ -382,24 +361,14 @@ class SdkSession:
             return int(self._sdk.match(self._tokens(tokens), start, timeout))
 
     def move(
-        self,
-        call: str,
-        tokens: Sequence[int],
-        start: int,
-        keys: list[int],
-        values: list[int],
-        blocks: list[int],
-        timeout: float,
+        self, call: str, tokens: Sequence[int], start: int, tensors: Tensors, blocks: list[int], timeout: float
     ) -> int:
-        """Make a call, `read` or `write`. Returns how many blocks arrived, or how many the store took.
-
-        keys, values: the address of each layer's tensor.
-        """
+        """Make a call, `read` or `write`. Returns how many blocks arrived, or how many the store took."""
         more: dict[str, Any] = {}
         if self._library.attention_type is not None:
             more = {"remote_addrs": None} if call == "read" else {"h2h_copy": False, "params": None}
         with _translated(self._library, call):
-            args = (self._layer_ids, self._tokens(tokens), start, keys, values, blocks, timeout)
+            args = (self._layer_ids, self._tokens(tokens), start, *tensors, blocks, timeout)
             return int(getattr(self._sdk, call)(*args, **more))
 
     def flush_token_index(self, tokens: Sequence[int], start: int, *, resident: bool) -> None:

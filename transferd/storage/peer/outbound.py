@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from transferd.errors import PeerLost, PeerRefused, TransferError
+from transferd.runtime.aio import resolve
 from transferd.storage.base import FOUND, STORED, Blob, Found, Outcome
 from transferd.storage.peer.carrier import Carrier, PeerWrite
 from transferd.storage.peer.connection import PeerConnection
@@ -314,15 +315,15 @@ class Inbound:
     # --- for the exchange ---------------------------------------------------------------------------
 
     def begins(self) -> None:
-        if not self._began.done():
-            self._began.set_result(None)
+        resolve(self._began, None)
 
     def landed(self, landed: Landed) -> None:
         """The sender is done with these buffers, whether or not its write succeeded."""
         waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
         error = landed.error
         if error is None:
-            _resolve(waiting, FOUND)
+            for future in waiting:
+                resolve(future, FOUND)
         else:
             self._suspect = True
             error = theirs(error, PeerLost.code)
@@ -333,7 +334,8 @@ class Inbound:
 
     def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
         self._held -= 1
-        _resolve(waiting, outcome)
+        for future in waiting:
+            resolve(future, outcome)
         self._settle()
 
     def refused(self, error: ErrorInfo) -> None:
@@ -369,9 +371,3 @@ class Inbound:
     def _settle(self) -> None:
         if self._ended and not self._posted and not self._held:
             self._forget(self)
-
-
-def _resolve(waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
-    for future in waiting:
-        if not future.done():
-            future.set_result(outcome)
