@@ -206,9 +206,6 @@ class _Connection(asyncio.Protocol):
         """Parse what has arrived, and answer a complete request."""
         data, self._received = self._received, b""
         self._transport.resume_reading()
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
         if self._http is None:
             self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         try:
