@@ -204,26 +204,23 @@ def _examine_descriptors(config: Config) -> None:
 
 def _examine_addresses(config: Config) -> None:
     """Check that we listen on addresses of this machine. Skips host names, because resolving them may take time."""
-    tcp = {"metrics.listen": config.metrics.listen}
-    if config.pd.mode == "direct":
-        tcp["pd.listen"] = config.pd.listen
     for key, endpoint in _listens(config):
         scheme, _, address = endpoint.partition("://")
         if scheme == "tcp":
             _examine_address(key, address, endpoint)
         elif scheme == "ipc":
             _examine_path(key, address, endpoint)
-    for key, address in tcp.items():
-        if address:
-            _examine_address(key, address, address)
+    if config.metrics.listen:
+        _examine_address("metrics.listen", config.metrics.listen, config.metrics.listen)
+    if config.pd.mode == "direct":
+        _examine_address("pd.listen", config.pd.listen, config.pd.listen)
 
 
 def _listens(config: Config) -> list[tuple[str, str]]:
     """Every endpoint to listen on, with the key that names it."""
-    listens = [("server.endpoint", endpoint) for endpoint in config.server.endpoints]
-    listens += [("server.observer_endpoint", config.server.observer_endpoint)]
     return [
-        *listens,
+        *(("server.endpoint", endpoint) for endpoint in config.server.endpoints),
+        ("server.observer_endpoint", config.server.observer_endpoint),
         ("events.endpoint", config.events.endpoint),
         ("events.replay_endpoint", config.events.replay_endpoint),
     ]
