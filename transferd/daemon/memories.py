@@ -6,10 +6,10 @@ one user has at most half of it.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 
 from transferd.errors import TransferError
+from transferd.runtime.descriptors import soft_limit
 from transferd.runtime.limits import most_maps
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import MORE
@@ -22,10 +22,7 @@ FEWEST = 256  # one user may always have so many
 
 def most_memories() -> int:
     """The most memories of all engines together."""
-    maps = most_maps()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    of_descriptors = maps if limit == resource.RLIM_INFINITY else limit // OF_DESCRIPTORS
-    return min(of_descriptors, maps // OF_MAPS // MAPS_EACH)
+    return min(soft_limit() // OF_DESCRIPTORS, most_maps() // OF_MAPS // MAPS_EACH)
 
 
 def memories_of(handle: DeviceHandle) -> int:
