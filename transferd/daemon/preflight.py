@@ -15,7 +15,6 @@ import ipaddress
 import os
 import resource
 import socket
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,17 +245,10 @@ def _examine_address(key: str, address: str, value: str) -> None:
 def _examine_path(key: str, path: str, value: str) -> None:
     if path == "*" or path.startswith("@"):
         return
-    if os.path.lexists(path) and not _is_socket(path):
+    if os.path.lexists(path) and (os.path.islink(path) or not Path(path).is_socket()):
         raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
     _examine_directory(key, str(Path(path).parent), value, make=1)
     check_path(path, key, value)
-
-
-def _is_socket(path: str) -> bool:
-    try:
-        return stat.S_ISSOCK(os.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _examine_directory(key: str, path: str, value: str, *, make: int | None = None) -> str:
