@@ -499,10 +499,8 @@ class CacheMemory:
         if what := GENERATION.wrong(generation):
             raise RequestError(f"{what}, not {generation[:80]!r}", code="bad_value")
         if generation in self._closed_generations:
-            what = (
-                f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
-            )
-            raise RequestError(what, code="closed_generation")
+            what = f"the generation {generation[:80]!r} ended with a clear of the cache"
+            raise RequestError(f"{what}; its blocks are never read again", code="closed_generation")
         if self.tokens is not None:
             self.tokens.check_generation(generation)
 

@@ -194,10 +194,8 @@ def _examine_descriptors(config: Config) -> None:
     """Check that the nodes that we follow leave enough descriptors for clients and files."""
     peers, limit = len(config.storage.attention_store.peers), hard_limit()
     if limit != resource.RLIM_INFINITY and peers * DESCRIPTORS_EACH > limit // 4:
-        problem = (
-            f"{peers} nodes take {peers * DESCRIPTORS_EACH} descriptors, more than a quarter of the limit, {limit}; "
-            "raise LimitNOFILE in the unit, or ulimit -n"
-        )
+        what = f"{peers} nodes take {peers * DESCRIPTORS_EACH} descriptors, more than a quarter of the limit, {limit}"
+        problem = f"{what}; raise LimitNOFILE in the unit, or ulimit -n"
         raise ConfigError("storage.attention_store.peers", problem, peers)
 
 
@@ -299,10 +297,9 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
             "storage.mooncake.global_segment_size": (sizes.pool, str(config.storage.mooncake.global_segment_size)),
         }
         key = max(values, key=lambda name: values[name][0])
-        problem = (
-            f"the daemon needs {sizes.memory} bytes, {values[key][0]} of them for this, but only {memory} are available"
-        )
-        raise ConfigError(key, problem, values[key][1])
+        nbytes, value = values[key]
+        problem = f"the daemon needs {sizes.memory} bytes, {nbytes} of them for this, but only {memory} are available"
+        raise ConfigError(key, problem, value)
 
 
 def host_memory(config: Config, sizes: Sizes) -> tuple[int, int]:
