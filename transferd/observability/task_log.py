@@ -352,10 +352,9 @@ _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 def _together(each: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
     if len(each) == 1:
         return each[0]
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for counts in each:
-        for bucket, number in counts.items():
-            total[bucket] = total.get(bucket, 0) + number
+        total.update(counts)
     return total
 
 
