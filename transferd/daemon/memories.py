@@ -37,12 +37,10 @@ def check_memories(new: int, engine: str, uid: int | None, mapped: Iterable[tupl
     mapped: of each engine, its user and how many it has mapped.
     """
     most, each = most_memories(), list(mapped)
-    bounds = {"all engines": most, "those of one user": max(most // 2, min(FEWEST, most))}
-    have = {
-        "all engines": sum(number for _, number in each),
-        "those of one user": sum(number for whose, number in each if whose == uid),
-    }
-    for whose, bound in bounds.items():
-        if have[whose] + new > bound:
+    of_all = sum(number for _, number in each)
+    of_user = sum(number for whose, number in each if whose == uid)
+    bounds = {"all engines": (of_all, most), "those of one user": (of_user, max(most // 2, min(FEWEST, most)))}
+    for whose, (have, bound) in bounds.items():
+        if have + new > bound:
             what = f"engine {engine!r} offers {new} more memories, and {whose} may have {bound} mapped"
             raise TransferError(f"{what}: put the blocks into fewer, larger memories", code="no_room")
