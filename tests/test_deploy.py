@@ -166,7 +166,7 @@ async def test_the_pods_probes_ask_what_a_daemon_serves(tmp_path: Path) -> None:
     config = from_tree({"storage": {"file": {"path": str(tmp_path / "blocks")}}, "metrics": {"listen": "127.0.0.1:0"}})
     daemon = Daemon(config, transport=NoTransport())
     assert daemon.reports.http is not None
-    assert asked <= set(daemon.reports.http._routes)
+    assert asked <= set(daemon.reports.http.routes)
     await daemon.stop(lambda: 5.0)
 
 

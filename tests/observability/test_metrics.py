@@ -189,7 +189,7 @@ async def test_a_connection_that_stays_silent_is_ended_and_counted(
 async def test_a_large_answer_is_written_in_turns_and_shared(server: HttpServer) -> None:
     """Nobody reads: of each answer, the daemon keeps what the kernel does not take of a piece, and the body once."""
     body = bytes(16 << 20)  # more than the kernel takes
-    server._routes["/large"] = lambda _: Page(body)
+    server.routes["/large"] = lambda _: Page(body)
     peers = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
     for _, writer in peers:
         writer.write(b"GET /large HTTP/1.1\r\nhost: localhost\r\n\r\n")

@@ -27,39 +27,36 @@ _UUID = re.compile(r"((GPU|MIG)-)?[0-9a-fA-F]{8}(-?[0-9a-fA-F]{4}){3}-?[0-9a-fA-
 
 def check(config: Config) -> None:
     """Check the rules that involve several keys. Raises ConfigError naming the key to change."""
+    storage, events, traces = config.storage, config.events, config.traces
     if config.cache is not None:
         check_cache(config.cache)
     if not config.engines.devices:
         raise ConfigError("engines.devices", "must name at least one device", config.engines.devices)
     _check_server(config.server)
-    if not config.storage.model:
-        raise ConfigError("storage.model", "must not be empty: it is part of every key", config.storage.model)
-    names.MODEL.check("storage.model", config.storage.model)
-    names.GENERATION.check("storage.generation", config.storage.generation)
-    if config.events.replay_endpoint and not config.events.endpoint:
-        raise ConfigError("events.replay_endpoint", "requires events.endpoint", config.events.replay_endpoint)
-    _check_event_endpoints("events", config.events)
-    for name, peer in config.storage.attention_store.peers.items():
+    if not storage.model:
+        raise ConfigError("storage.model", "must not be empty: it is part of every key", storage.model)
+    names.MODEL.check("storage.model", storage.model)
+    names.GENERATION.check("storage.generation", storage.generation)
+    if events.replay_endpoint and not events.endpoint:
+        raise ConfigError("events.replay_endpoint", "requires events.endpoint", events.replay_endpoint)
+    _check_event_endpoints("events", events)
+    for name, peer in storage.attention_store.peers.items():
         _check_event_endpoints(f"storage.attention_store.peers.{name}", peer)
-    if config.storage.version_file and config.storage.generation:
-        raise ConfigError(
-            "storage.generation", "conflicts with storage.version_file; set only one of them", config.storage.generation
-        )
-    _check_levels(config.storage)
-    backends = config.storage.backends
-    _check_disks(config.storage.file)
-    if config.storage.admit != "all" and backends[0] in ("attention_store", "none"):
-        what = f"requires storage by keys; {config.storage.title} cannot choose what it stores"
-        raise ConfigError("storage.admit", what, config.storage.admit)
-    if config.storage.object != ObjectStorageSection():
-        check_object(config.storage.object)
+    if storage.version_file and storage.generation:
+        what = "conflicts with storage.version_file; set only one of them"
+        raise ConfigError("storage.generation", what, storage.generation)
+    _check_levels(storage)
+    _check_disks(storage.file)
+    if storage.admit != "all" and storage.backends[0] in ("attention_store", "none"):
+        what = f"requires storage by keys; {storage.title} cannot choose what it stores"
+        raise ConfigError("storage.admit", what, storage.admit)
+    if storage.object != ObjectStorageSection():
+        check_object(storage.object)
     listen = config.metrics.listen
     if listen and not _has_port(listen):
         raise ConfigError("metrics.listen", 'expected host:port, or "" to turn it off', listen)
-    if config.traces.endpoint and not re.match(r"https?://[^/]", config.traces.endpoint):
-        raise ConfigError(
-            "traces.endpoint", 'expected http://… or https://…, or "" to turn it off', config.traces.endpoint
-        )
+    if traces.endpoint and not re.match(r"https?://[^/]", traces.endpoint):
+        raise ConfigError("traces.endpoint", 'expected http://… or https://…, or "" to turn it off', traces.endpoint)
     if not _has_port(config.pd.listen):
         raise ConfigError("pd.listen", "expected host:port", config.pd.listen)
 
@@ -111,9 +108,8 @@ def check_cache(cache: CacheSection) -> None:
         raise ConfigError("cache.mtp_blocks", "requires cache.mtp_layers", cache.mtp_blocks)
     if cache.mtp_blocks is not None and cache.mtp_blocks < cache.device_blocks:
         # A block id names the same block in every layer, so an MTP layer has at least the main layers' blocks.
-        raise ConfigError(
-            "cache.mtp_blocks", f"must be at least cache.device_blocks, {cache.device_blocks}", cache.mtp_blocks
-        )
+        what = f"must be at least cache.device_blocks, {cache.device_blocks}"
+        raise ConfigError("cache.mtp_blocks", what, cache.mtp_blocks)
     if cache.windows:
         _check_windows(cache)
     if cache.first_rank + cache.ranks > cache.tensor_parallel_size:
@@ -164,9 +160,8 @@ def _check_server(server: ServerSection) -> None:
         what = f"must be at least {LEAST_CLIENT_TIMEOUT_S:g}: clients send a heartbeat once a second"
         raise ConfigError("server.client_timeout", what, server.client_timeout)
     if server.max_message > MOST_MESSAGE:
-        raise ConfigError(
-            "tuning.server.max_message", f"must be at most {MOST_MESSAGE} (1GiB)", str(server.max_message)
-        )
+        what = f"must be at most {MOST_MESSAGE} (1GiB)"
+        raise ConfigError("tuning.server.max_message", what, str(server.max_message))
     observers = [server.observer_endpoint] if server.observer_endpoint else []
     for key, endpoints in (("endpoint", server.endpoints), ("observer_endpoint", observers)):
         for endpoint in endpoints:

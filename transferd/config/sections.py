@@ -238,9 +238,7 @@ class LevelSection(_ConfigSection, frozen=True, kw_only=True):
     write_back: Literal["wait", "postpone"] = "wait"  # when no more may wait to be copied here: for room, or not at all
     write_back_bytes: Size = Size(1024**3)  # the most that waits to be copied here; at most half of the first level
     write_back_max_age: Seconds = 600.0  # how long a copy waits for a level that does not answer
-    recheck: Seconds = (
-        3600.0  # a used object that was there so long ago is looked up again, in a bucket or pool; 0 = never
-    )
+    recheck: Seconds = 3600.0  # a used object seen there so long ago is looked up again, in a bucket or pool; 0 = never
 
 
 class StorageSection(_ConfigSection, frozen=True, kw_only=True):

@@ -51,6 +51,7 @@ from transferd.daemon.mappings import Mappings
 from transferd.daemon.memories import memories_of
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.observability.report import CacheReport
+from transferd.observability.units import named_ranks
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
@@ -154,7 +155,7 @@ class CacheMemory:
         if not self.missing:
             return ""
         who = "no engine has offered" if self.creator is Creator.ENGINE else "the daemon has not created"
-        return f"{who} the memory of {_ranks(self.missing)}"
+        return f"{who} the memory of {named_ranks(self.missing)}"
 
     def statistics(self) -> CacheReport:
         return CacheReport(
@@ -319,7 +320,7 @@ class CacheMemory:
             log.warning("engine gone", engine=self.core.engine, ranks=numbers)
             for rank in lost:
                 rank.worker.leaving()
-            what = f"the engine that owned the memory of {_ranks(numbers)} has gone"
+            what = f"the engine that owned the memory of {named_ranks(numbers)} has gone"
             self.core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
             self._begin(self._let_go(lambda offer: offer.client == client))
 
@@ -499,10 +500,8 @@ class CacheMemory:
         if what := GENERATION.wrong(generation):
             raise RequestError(f"{what}, not {generation[:80]!r}", code="bad_value")
         if generation in self._closed_generations:
-            what = (
-                f"the generation {generation[:80]!r} ended with a clear of the cache; its blocks are never read again"
-            )
-            raise RequestError(what, code="closed_generation")
+            what = f"the generation {generation[:80]!r} ended with a clear of the cache"
+            raise RequestError(f"{what}; its blocks are never read again", code="closed_generation")
         if self.tokens is not None:
             self.tokens.check_generation(generation)
 
@@ -552,7 +551,3 @@ class CacheMemory:
         except TransferError as error:
             what = "error while releasing memory"
             log.warning(what, engine=self.core.engine, rank=rank.number, problem=str(error))
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -41,7 +41,6 @@ from transferd.workers.rank import RankWorker
 log = structlog.get_logger(__name__)
 
 P = ParamSpec("P")
-Deliver = Callable[[bytes, int, TaskResult], None]
 EFFECT_RETRY_S = 0.01
 MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals of an engine that missed a restart or a clear
 
@@ -50,7 +49,7 @@ MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals of an engine t
 class Listeners:
     """Callbacks for changes, called in the step in which they happen."""
 
-    deliver: Deliver  # sends a terminal result to a waiting client (`Clients.deliver`)
+    deliver: Callable[[bytes, int, TaskResult], None]  # sends a terminal result to a waiting client (`Clients.deliver`)
     # an admitted task was answered; Ran has the times of its ranks, and is None if no rank began it
     ended: Callable[[Task, TaskResult, Ran | None], None]
     memory_gone: Callable[[bool], None]  # device and host memory are empty of blocks; if True, storage is as well

@@ -93,7 +93,9 @@ class Daemon:
             self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, self.recorder)
-        self.traces = _build_traces(config, self.boot_id, clock)
+        self.traces: Traces | None = None
+        if config.traces.endpoint:
+            self.traces = Traces(config.traces.endpoint, config.traces.sample, self.boot_id, wall=clock.wall)
         metrics, self.windows = TaskMetrics(*([] if config.cache is None else [DEFAULT_ENGINE])), Windows(clock)
         observers = [metrics.ended, self.windows.ended, *([] if self.traces is None else [self.traces.ended])]
         self.tasks = TaskLog(clock, observers, [metrics.left])
@@ -326,13 +328,6 @@ async def _leave(storage: Storage, flush_s: float, within_s: float) -> None:
     if storage.levels is not None:
         await storage.levels.flush(flush_s)
     await storage.pool.leave(within_s)
-
-
-def _build_traces(config: Config, boot_id: str, clock: Clock) -> Traces | None:
-    section = config.traces
-    if not section.endpoint:
-        return None
-    return Traces(section.endpoint, section.sample, boot_id, wall=clock.wall)
 
 
 def _build_peers(config: Config) -> PeerTransport | None:

@@ -187,10 +187,9 @@ class Holdings:
         for owner in [None] if owners is None else owners:
             selection = Selection(names, owner, asked.model, generation, asked.older_than)
             total += await self._purged(selection, asked, by)
-        found = msgspec.structs.asdict(total)
         if not asked.detail:
             return {"objects": total.objects, "bytes": total.bytes}
-        return found | {"complete": total.complete}
+        return msgspec.structs.asdict(total) | {"complete": total.complete}
 
     async def _purged(self, selection: Selection, asked: wire.Purge, by: By) -> Purged:
         """Purge what fits: here, and for all nodes if that is wanted."""

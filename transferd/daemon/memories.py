@@ -6,10 +6,10 @@ one user has at most half of it.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 
 from transferd.errors import TransferError
+from transferd.runtime.descriptors import soft_limit
 from transferd.runtime.limits import most_maps
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import MORE
@@ -22,10 +22,7 @@ FEWEST = 256  # one user may always have so many
 
 def most_memories() -> int:
     """The most memories of all engines together."""
-    maps = most_maps()
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    of_descriptors = maps if limit == resource.RLIM_INFINITY else limit // OF_DESCRIPTORS
-    return min(of_descriptors, maps // OF_MAPS // MAPS_EACH)
+    return min(soft_limit() // OF_DESCRIPTORS, most_maps() // OF_MAPS // MAPS_EACH)
 
 
 def memories_of(handle: DeviceHandle) -> int:
@@ -40,12 +37,10 @@ def check_memories(new: int, engine: str, uid: int | None, mapped: Iterable[tupl
     mapped: of each engine, its user and how many it has mapped.
     """
     most, each = most_memories(), list(mapped)
-    bounds = {"all engines": most, "those of one user": max(most // 2, min(FEWEST, most))}
-    have = {
-        "all engines": sum(number for _, number in each),
-        "those of one user": sum(number for whose, number in each if whose == uid),
-    }
-    for whose, bound in bounds.items():
-        if have[whose] + new > bound:
+    of_all = sum(number for _, number in each)
+    of_user = sum(number for whose, number in each if whose == uid)
+    bounds = {"all engines": (of_all, most), "those of one user": (of_user, max(most // 2, min(FEWEST, most)))}
+    for whose, (have, bound) in bounds.items():
+        if have + new > bound:
             what = f"engine {engine!r} offers {new} more memories, and {whose} may have {bound} mapped"
             raise TransferError(f"{what}: put the blocks into fewer, larger memories", code="no_room")

@@ -113,10 +113,8 @@ class EnginePrefetches:
         others = [one.nbytes for (other, _), one in self._running.items() if other is engine]
         nbytes = keys_bytes(asked.keys)
         if others and (len(others) >= MOST or sum(others) + nbytes > MOST_BYTES):
-            what = (
-                f"{len(others)} prefetches of this engine, with {sum(others)} bytes of keys, last until their deadlines"
-            )
-            raise TransferError(f"{what}; name shorter ones", code="too_many_requests")
+            what = f"{len(others)} prefetches of this engine, with {sum(others)} bytes of keys"
+            raise TransferError(f"{what}, last until their deadlines; name shorter ones", code="too_many_requests")
         prefetcher, loop = self._prefetcher, asyncio.get_running_loop()
         if prefetcher is None and asked.level != self._backend:
             what = f"this daemon has no level {asked.level[:80]!r}; it has {self._backend} (storage.levels)"

@@ -15,7 +15,6 @@ import ipaddress
 import os
 import resource
 import socket
-import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,35 +194,30 @@ def _examine_descriptors(config: Config) -> None:
     """Check that the nodes that we follow leave enough descriptors for clients and files."""
     peers, limit = len(config.storage.attention_store.peers), hard_limit()
     if limit != resource.RLIM_INFINITY and peers * DESCRIPTORS_EACH > limit // 4:
-        problem = (
-            f"{peers} nodes take {peers * DESCRIPTORS_EACH} descriptors, more than a quarter of the limit, {limit}; "
-            "raise LimitNOFILE in the unit, or ulimit -n"
-        )
+        what = f"{peers} nodes take {peers * DESCRIPTORS_EACH} descriptors, more than a quarter of the limit, {limit}"
+        problem = f"{what}; raise LimitNOFILE in the unit, or ulimit -n"
         raise ConfigError("storage.attention_store.peers", problem, peers)
 
 
 def _examine_addresses(config: Config) -> None:
     """Check that we listen on addresses of this machine. Skips host names, because resolving them may take time."""
-    tcp = {"metrics.listen": config.metrics.listen}
-    if config.pd.mode == "direct":
-        tcp["pd.listen"] = config.pd.listen
     for key, endpoint in _listens(config):
         scheme, _, address = endpoint.partition("://")
         if scheme == "tcp":
             _examine_address(key, address, endpoint)
         elif scheme == "ipc":
             _examine_path(key, address, endpoint)
-    for key, address in tcp.items():
-        if address:
-            _examine_address(key, address, address)
+    if config.metrics.listen:
+        _examine_address("metrics.listen", config.metrics.listen, config.metrics.listen)
+    if config.pd.mode == "direct":
+        _examine_address("pd.listen", config.pd.listen, config.pd.listen)
 
 
 def _listens(config: Config) -> list[tuple[str, str]]:
     """Every endpoint to listen on, with the key that names it."""
-    listens = [("server.endpoint", endpoint) for endpoint in config.server.endpoints]
-    listens += [("server.observer_endpoint", config.server.observer_endpoint)]
     return [
-        *listens,
+        *(("server.endpoint", endpoint) for endpoint in config.server.endpoints),
+        ("server.observer_endpoint", config.server.observer_endpoint),
         ("events.endpoint", config.events.endpoint),
         ("events.replay_endpoint", config.events.replay_endpoint),
     ]
@@ -249,17 +243,10 @@ def _examine_address(key: str, address: str, value: str) -> None:
 def _examine_path(key: str, path: str, value: str) -> None:
     if path == "*" or path.startswith("@"):
         return
-    if os.path.lexists(path) and not _is_socket(path):
+    if os.path.lexists(path) and (os.path.islink(path) or not Path(path).is_socket()):
         raise ConfigError(key, "the path exists and is not a socket; remove it, or name another", value)
     _examine_directory(key, str(Path(path).parent), value, make=1)
     check_path(path, key, value)
-
-
-def _is_socket(path: str) -> bool:
-    try:
-        return stat.S_ISSOCK(os.lstat(path).st_mode)
-    except OSError:
-        return False
 
 
 def _examine_directory(key: str, path: str, value: str, *, make: int | None = None) -> str:
@@ -310,10 +297,9 @@ def _examine_memory(config: Config, sizes: Sizes) -> None:
             "storage.mooncake.global_segment_size": (sizes.pool, str(config.storage.mooncake.global_segment_size)),
         }
         key = max(values, key=lambda name: values[name][0])
-        problem = (
-            f"the daemon needs {sizes.memory} bytes, {values[key][0]} of them for this, but only {memory} are available"
-        )
-        raise ConfigError(key, problem, values[key][1])
+        nbytes, value = values[key]
+        problem = f"the daemon needs {sizes.memory} bytes, {nbytes} of them for this, but only {memory} are available"
+        raise ConfigError(key, problem, value)
 
 
 def host_memory(config: Config, sizes: Sizes) -> tuple[int, int]:

@@ -142,7 +142,7 @@ def _of_own_engine(
     if own is None:
         return {"ready": not parts.not_ready, "draining": parts.engines.closed}
     return {
-        "ready": own.coordinator.ready and not _unusable(parts),
+        "ready": not own.why_not_ready,
         "generation": own.dispatcher.generation,
         "paused": each[own].paused,
         "draining": parts.engines.closed or each[own].draining,
@@ -276,10 +276,6 @@ def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics], host:
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
-
-
-def _unusable(parts: Parts) -> str:
-    return "" if parts.storage is None else parts.storage.unusable()
 
 
 def _storage(parts: Parts) -> rows.StorageReport:

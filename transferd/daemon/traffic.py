@@ -183,9 +183,8 @@ class KeyTraffic:
         if out:
             return OUT
         (block,) = engine.objects.ids([key])
-        if self.admission is not None and self.admission.named(
-            (engine.objects.space, engine.dispatcher.generation, block)
-        ):
+        named = engine.objects.space, engine.dispatcher.generation, block
+        if self.admission is not None and self.admission.named(named):
             return REFUSED
         return NEVER
 

@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from transferd.errors import one_line
 from transferd.observability.report import ConcernReport, DiskReport, LevelReport, Report, StorageReport
-from transferd.observability.units import size, span
+from transferd.observability.units import named_ranks, size, span
 
 log = structlog.get_logger(__name__)
 
@@ -127,19 +127,19 @@ def _service(report: Report, health: Measured) -> Iterator[Trouble]:
     """Why no tasks are served, or only some."""
     cache = report.cache
     if report.barrier.dead:
-        yield Trouble("rank_died", f"{_ranks(report.barrier.dead)} has died")
+        yield Trouble("rank_died", f"{named_ranks(report.barrier.dead)} has died")
     if cache.cleared:
         yield Trouble("cache_cleared", "the cache is cleared")
     elif cache.missing:
-        yield Trouble("no_memory", f"{_ranks(cache.missing)} without memory")
+        yield Trouble("no_memory", f"{named_ranks(cache.missing)} without memory")
     elif not report.ready:
         yield Trouble("not_ready", f"not ready: {health.not_ready or 'no reason was given'}")
     elif cache.unmapped and report.rejects.get("not_attached"):  # an engine that has left is no problem
-        yield Trouble("not_attached", f"no engine has attached {_ranks(cache.unmapped)}")
+        yield Trouble("not_attached", f"no engine has attached {named_ranks(cache.unmapped)}")
     for name, engine in report.engines.items():
         for_s = engine.unattached_s or 0.0
         if engine.registered and for_s >= UNATTACHED_S:
-            what = f"engine {name!r}: connected, but the memory of {_ranks(engine.unattached)} is not attached"
+            what = f"engine {name!r}: connected, but the memory of {named_ranks(engine.unattached)} is not attached"
             yield Trouble("not_attached", f"{what}, since {span(for_s)}", about=f"engine {name}")
         elif engine.registered and engine.clients and not engine.ready:
             text = f"engine {name!r} is connected and not ready: {engine.why}"
@@ -281,11 +281,7 @@ def _together(reasons: Iterable[str]) -> list[str]:
     for reason in reasons:
         said = re.fullmatch(r"rank (\d+): (.*)", reason, re.DOTALL)
         ranks.setdefault(said[2] if said else reason, []).extend([int(said[1])] if said else [])
-    return [f"{_ranks(which)}: {reason}" if which else reason for reason, which in ranks.items()]
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return [f"{named_ranks(which)}: {reason}" if which else reason for reason, which in ranks.items()]
 
 
 @dataclass(slots=True)

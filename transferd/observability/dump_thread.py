@@ -142,18 +142,16 @@ class DumpThread:
         return functools.partial(self._write, header, self._recorder.notes())
 
     def _write(self, header: dict[str, Any], notes: list[Note]) -> None:
-        if not self._config.directory:
-            log.warning("flight recorder not dumped: recorder.directory is not set", reason=header["reason"])
+        directory, reason = self._config.directory, header["reason"]
+        if not directory:
+            log.warning("flight recorder not dumped: recorder.directory is not set", reason=reason)
             return
         try:
-            path = write_dump(Path(self._config.directory), header, notes, keep=self._config.keep)
+            path = write_dump(Path(directory), header, notes, keep=self._config.keep)
         except OSError as error:
-            directory = self._config.directory
-            log.error(
-                "cannot dump the flight recorder", reason=header["reason"], directory=directory, problem=str(error)
-            )
+            log.error("cannot dump the flight recorder", reason=reason, directory=directory, problem=str(error))
         else:
-            log.warning("dumped the flight recorder", reason=header["reason"], file=str(path), notes=len(notes))
+            log.warning("dumped the flight recorder", reason=reason, file=str(path), notes=len(notes))
 
 
 def _stacks(error: BaseException | None = None) -> dict[str, list[str]]:

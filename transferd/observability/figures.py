@@ -14,6 +14,7 @@ from transferd.tasks import Lane
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
 KINDS = dict.fromkeys((*MAIN_LANES, *map(str, Lane)))
 Kinds = Mapping[str, KindReport]
+_COUNTS = ("queued", "running", "done", "failed", "bytes")
 _RATES = ("tasks_per_s", "bytes_per_s", "tasks_per_s_1min", "bytes_per_s_1min", "p50_s", "p99_s")
 
 
@@ -37,14 +38,8 @@ def together(engines: Iterable[Kinds]) -> dict[str, KindReport]:
 
 def added(kinds: Iterable[KindReport]) -> KindReport:
     """The sum of counts and bytes. Without rates."""
-    total = KindReport()
-    for one in kinds:
-        total.queued += one.queued
-        total.running += one.running
-        total.done += one.done
-        total.failed += one.failed
-        total.bytes += one.bytes
-    return total
+    each = list(kinds)
+    return KindReport(**{name: sum(getattr(one, name) for one in each) for name in _COUNTS})
 
 
 def with_rates(kind: KindReport, recent: KindReport) -> KindReport:

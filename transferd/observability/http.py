@@ -18,7 +18,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -58,26 +58,22 @@ class Page:
 Route = Callable[[str], Page | asyncio.Future[Page]]  # called with the query string
 
 
+@dataclass(eq=False, repr=False)
 class HttpServer:
     """Serves `routes` on host:port. With port 0, `port` is the real one after `start`.
 
+    hosts: names that a request's Host may have, besides addresses and this machine's own; ANY_HOST for any.
     refused: requests and connections that were refused since the start, by reason.
     """
 
-    def __init__(
-        self,
-        listen: str,
-        routes: Mapping[str, Route],
-        *,
-        hosts: Collection[str] = (),
-        max_connections: int = MAX_CONNECTIONS,
-    ) -> None:
-        """hosts: names that a request's Host may have, besides addresses and this machine's own; ANY_HOST for any."""
-        self._listen = listen
-        own = (listen.rpartition(":")[0], "localhost", socket.gethostname())
-        self._hosts = {name.lower().rstrip(".") for name in (*own, *hosts)}
-        self._routes = dict(routes)
-        self._max_connections = max_connections
+    listen: str
+    routes: dict[str, Route]
+    hosts: Collection[str] = ()
+    max_connections: int = MAX_CONNECTIONS
+
+    def __post_init__(self) -> None:
+        own = (self.listen.rpartition(":")[0], "localhost", socket.gethostname())
+        self._expected = {name.lower().rstrip(".") for name in (*own, *self.hosts)}
         self._server: asyncio.Server | None = None
         self._connections: dict[_Connection, None] = {}  # oldest first
         self.spent = Spent()  # by all requests: they have one share of the loop's time
@@ -88,7 +84,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
-        host, _, port = self._listen.rpartition(":")
+        host, _, port = self.listen.rpartition(":")
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(
@@ -96,7 +92,7 @@ class HttpServer:
             )
         except (OSError, OverflowError, UnicodeError) as error:
             problem = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-            raise ConfigError("metrics.listen", f"cannot bind: {problem}", self._listen) from error
+            raise ConfigError("metrics.listen", f"cannot bind: {problem}", self.listen) from error
         self.port = self._server.sockets[0].getsockname()[1]
         if int(port) == 0:
             log.info("pages are served", url=f"http://{host}:{self.port}")
@@ -113,7 +109,7 @@ class HttpServer:
     def opened(self, connection: _Connection) -> None:
         """Note a new connection; if there are too many, drop the oldest one."""
         self._connections[connection] = None
-        if len(self._connections) > self._max_connections:
+        if len(self._connections) > self.max_connections:
             oldest = next(iter(self._connections))
             oldest.drop("http_crowded_out")
 
@@ -127,7 +123,7 @@ class HttpServer:
     def answer(self, request: h11.Request, peer: str) -> Page | asyncio.Future[Page]:
         """The page for a request, or a future of it. Never raises, whatever the request is."""
         host = next((value.decode("latin-1") for name, value in request.headers if name == b"host"), "")
-        if not is_expected(host, self._hosts):
+        if not is_expected(host, self._expected):
             self.refuse("http_wrong_host", peer, f"the Host {host[:80]!r} is not expected")
             what = b"this name is not expected; list it in metrics.hosts, or use an address of this machine\n"
             return Page(what, status=http.HTTPStatus.MISDIRECTED_REQUEST)
@@ -137,9 +133,9 @@ class HttpServer:
         if target.lower().startswith("http://"):  # as clients send it to a proxy
             target = "/" + target[len("http://") :].partition("/")[2]
         path, _, query = target.partition("?")
-        route = self._routes.get(path)
+        route = self.routes.get(path)
         if route is None:
-            return Page(f"no such page; try {' '.join(self._routes)}\n".encode(), status=404)
+            return Page(f"no such page; try {' '.join(self.routes)}\n".encode(), status=404)
         return route(query)
 
 
@@ -206,9 +202,6 @@ class _Connection(asyncio.Protocol):
         """Parse what has arrived, and answer a complete request."""
         data, self._received = self._received, b""
         self._transport.resume_reading()
-        self._parse(data)
-
-    def _parse(self, data: bytes) -> None:
         if self._http is None:
             self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
         try:

@@ -293,12 +293,11 @@ class Log:
         """The processors that add the traceback, add the time, and make a line."""
         from structlog import dev, processors
 
-        stamp, render = processors.TimeStamper(fmt="iso", utc=True, key="ts"), processors.JSONRenderer()
-        if self._json:
-            return processors.format_exc_info, stamp, render
         plain = dev.plain_traceback
-        console = dev.ConsoleRenderer(colors=self._terminal, timestamp_key="ts", exception_formatter=plain)
-        return processors.format_exc_info, stamp, console
+        render: Processor = processors.JSONRenderer()
+        if not self._json:
+            render = dev.ConsoleRenderer(colors=self._terminal, timestamp_key="ts", exception_formatter=plain)
+        return processors.format_exc_info, processors.TimeStamper(fmt="iso", utc=True, key="ts"), render
 
     def _line(self, level: str, event: Event) -> str:
         add_traceback, stamp, render = self._processors

@@ -65,8 +65,7 @@ def _read(section: Any, begins: str, labels: Labels, samples: dict[str, tuple[Fi
                 own = {label: str(getattr(one, field) if field else key) for label, field in row.labels.items()}
                 _read(one, f"transferd_{row.begins}", around | own, samples)
             continue
-        if value is None:
-            value = row.none
+        value = row.none if value is None else value
         if row.label:
             found = dict.fromkeys(row.zero, 0) | {str(key): number for key, number in _items(value)}
             found = {key: number for key, number in found.items() if number is not UNSET}

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,53 +21,45 @@ from transferd.runtime.descriptors import spare
 from transferd.runtime.threads import Crew
 
 
+@dataclass(eq=False, repr=False)
 class StatusServer:
-    """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls.
+    """Serves /metrics, /healthz, /readyz, /status, the page at / and what that page polls. Nothing before `start`.
 
     reports: the daemon's.
     alive: whether the dispatcher makes progress or is idle.
     not_ready: why it is not ready, or "".
     live: the page's sources besides the report.
     explain: called with a task and its engine, returns its story.
+    hosts: see HttpServer.
+    tasks: metrics besides those of the report.
     """
 
-    def __init__(
-        self,
-        listen: str,
-        reports: ReportMemory,
-        alive: Callable[[], bool],
-        not_ready: Callable[[], str],
-        *,
-        live: PageParts,
-        explain: Callable[[str, str], dict[str, Any]],
-        hosts: Collection[str] = (),
-        tasks: TaskMetrics | None = None,
-    ) -> None:
-        """Serve nothing before `start`.
+    listen: str
+    reports: ReportMemory
+    alive: Callable[[], bool]
+    not_ready: Callable[[], str]
+    live: PageParts
+    explain: Callable[[str, str], dict[str, Any]]
+    hosts: Collection[str] = ()
+    tasks: TaskMetrics | None = None
 
-        hosts: see HttpServer.
-        tasks: metrics besides those of the report.
-        """
-        self._reports = reports
-        self._alive = alive
-        self._not_ready = not_ready
-        self._tasks = tasks
+    def __post_init__(self) -> None:
         self._exposed: tuple[Report | None, asyncio.Future[Page]] | None = None
         self._thread = Crew("transferd-report", 1)
         page = front_page()  # read now: an upgrade under a running daemon must not change or remove it
         routes: dict[str, Route] = {
             "/": lambda _: page,
-            "/metrics": lambda _: then(reports.report(), self._text),
+            "/metrics": lambda _: then(self.reports.report(), self._text),
             "/healthz": self._healthz,
             "/readyz": self._readyz,
-            "/status": lambda _: reports.made(_status),
-            "/live": functools.partial(self._live, live),
-            "/explain": functools.partial(story_page, explain),
+            "/status": lambda _: self.reports.made(_status),
+            "/live": self._live,
+            "/explain": functools.partial(story_page, self.explain),
         }
-        if listen:
+        if self.listen:
             _ = self._exposition  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
         most = spare(MAX_CONNECTIONS)
-        self.http = HttpServer(listen, routes, hosts=hosts, max_connections=most) if listen else None
+        self.http = HttpServer(self.listen, routes, self.hosts, most) if self.listen else None
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""
@@ -84,13 +77,13 @@ class StatusServer:
 
     def metrics(self) -> bytes:
         """The text of /metrics, as it is now."""
-        return self._exposition(self._reports.now())()
+        return self._exposition(self.reports.now())()
 
     @functools.cached_property
     def _exposition(self) -> Callable[[Report], Callable[[], bytes]]:
         from transferd.observability.metrics import exposition
 
-        return exposition(self._not_ready, self._tasks)
+        return exposition(self.not_ready, self.tasks)
 
     def _text(self, report: Report) -> asyncio.Future[Page]:
         """The text is made in a thread, once for each report; it takes much longer than the report."""
@@ -105,22 +98,22 @@ class StatusServer:
             return text(), time.thread_time() - began
 
         body, cost = await self._thread.run(make, "text of /metrics")
-        self._reports.spend(cost)
+        self.reports.spend(cost)
         return Page(body, "text/plain; version=0.0.4; charset=utf-8")
 
     def _healthz(self, _: str) -> Page:
         stalled = b"dispatcher stalled: tasks are running and a deadline is overdue\n"
-        return Page(b"ok\n") if self._alive() else Page(stalled, status=503)
+        return Page(b"ok\n") if self.alive() else Page(stalled, status=503)
 
     def _readyz(self, _: str) -> Page:
-        reason = self._not_ready()
+        reason = self.not_ready()
         return Page(f"{reason}\n".encode(), status=503) if reason else Page(b"ready\n")
 
-    def _live(self, live: PageParts, query: str) -> Page | asyncio.Future[Page]:
+    def _live(self, query: str) -> Page | asyncio.Future[Page]:
         def page(report: dict[str, Any]) -> Page:
-            return live_page({"not_ready": self._not_ready(), "report": report}, live, query)
+            return live_page({"not_ready": self.not_ready(), "report": report}, self.live, query)
 
-        return then(self._reports.made(tree), page)
+        return then(self.reports.made(tree), page)
 
 
 def _status(report: Report) -> Page:

@@ -68,6 +68,7 @@ class Ended(NamedTuple):
 Observer = Callable[[Ended, Task, Ran | None], None]  # Ran: None if no rank began it
 
 
+@dataclass(eq=False, repr=False)
 class TaskLog:
     """Two bounded rings of ended tasks, newest last, and the observers of each task. One log for all engines.
 
@@ -78,26 +79,22 @@ class TaskLog:
     look-ups looks its blocks up by reading them.
     """
 
-    def __init__(
-        self,
-        clock: Clock = SYSTEM_CLOCK,
-        observers: Sequence[Observer] = (),
-        leaving: Sequence[Callable[[str], None]] = (),
-    ) -> None:
+    clock: Clock = SYSTEM_CLOCK
+    observers: Sequence[Observer] = ()
+    leaving: Sequence[Callable[[str], None]] = ()
+
+    def __post_init__(self) -> None:
         self.found: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
         self._asking: set[str] = set()  # engines that ask before they read
-        self._leaving = tuple(leaving)
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
         self.errors: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._now = clock.monotonic
-        self._observers = tuple(observers)
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
         """Take up a task of this engine: once, when it is answered. ran: None if no rank began it."""
         entry = Ended(
-            self._now(),
+            self.clock.monotonic(),
             task.task_id,
             task.lane,
             result.status,
@@ -117,7 +114,7 @@ class TaskLog:
             self.errors[engine][result.error.code] += 1
         if task.lane is Lane.READ and engine not in self._asking and result.status in _LOOKED_UP:
             self._count(engine, task.blocks, len(result.block_ids))
-        for observer in self._observers:
+        for observer in self.observers:
             observer(entry, task, ran)
 
     def looked_up(self, engine: str, blocks: int, found: int) -> None:
@@ -139,7 +136,7 @@ class TaskLog:
         for counts in (self.found, self.missing):
             counts[""] += counts.pop(engine, 0)
         self.errors[""] += self.errors.pop(engine, Counter())
-        for leaves in self._leaving:
+        for leaves in self.leaving:
             leaves(engine)
 
 
@@ -355,10 +352,9 @@ _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 def _together(each: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
     if len(each) == 1:
         return each[0]
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for counts in each:
-        for bucket, number in counts.items():
-            total[bucket] = total.get(bucket, 0) + number
+        total.update(counts)
     return total
 
 

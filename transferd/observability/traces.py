@@ -153,12 +153,9 @@ class SpanMaker:
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        resource = Resource.create(
-            {"service.name": "transferd", "service.version": VERSION, "service.instance.id": instance}
-        )
-        provider = TracerProvider(
-            sampler=ParentBased(TraceIdRatioBased(sample)), resource=resource, shutdown_on_exit=False
-        )
+        service = {"service.name": "transferd", "service.version": VERSION, "service.instance.id": instance}
+        sampler, resource = ParentBased(TraceIdRatioBased(sample)), Resource.create(service)
+        provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
         self._ended = InMemorySpanExporter()
         provider.add_span_processor(SimpleSpanProcessor(self._ended))
         self._tracer = provider.get_tracer("transferd", VERSION)

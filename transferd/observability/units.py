@@ -44,6 +44,11 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
+def named_ranks(numbers: Sequence[int]) -> str:
+    """Ranks by their numbers: "rank 2", "ranks 0, 1"."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def bar(used: float, capacity: float, width: int = 20) -> str:
     """A bar of `width` characters, filled in proportion to `used`. Even a tiny use shows."""
     if capacity <= 0:

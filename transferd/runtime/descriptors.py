@@ -40,14 +40,20 @@ def hard_limit() -> int:
     return hard
 
 
+def soft_limit() -> int:
+    """How many descriptors this process may have open; a huge number if that has no limit."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
 def most_connections(wanted: int) -> int:
     """How many connections of clients to allow: `wanted`, but less than half of the limit.
 
     It depends on the limit alone. Whatever else takes descriptors has bounds of its own, below the rest: HTTP and
     subscribers (`spare`), memory that engines offer (daemon/memories.py), watched processes, files.
     """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 2 - limit // 16)
+    limit = soft_limit()
+    return min(wanted, limit // 2 - limit // 16)
 
 
 def fill_standard() -> None:
@@ -103,15 +109,14 @@ def new_event_loop(what: str) -> asyncio.AbstractEventLoop:
 
 
 def _none_free(number: int, what: str) -> NoDescriptors:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = soft_limit()
     needs = f"{what} needs {number} file descriptors, and fewer are free"
     return NoDescriptors(f"{needs}: this process may open {limit} files (ulimit -n, LimitNOFILE)")
 
 
 def spare(wanted: int) -> int:
     """The number of other connections to allow: `wanted`, but at most an eighth of the limit."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return wanted if limit == resource.RLIM_INFINITY else min(wanted, limit // 8)
+    return min(wanted, soft_limit() // 8)
 
 
 STATUS = Path("/proc/self/status")

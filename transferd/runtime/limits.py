@@ -75,30 +75,23 @@ def groups(resource: str) -> list[ControlGroup]:
 
 def _directories(resource: str) -> Iterator[tuple[Path, str]]:
     """The directories of this process's groups for a resource, with their kind, each group before its parent."""
-    for controllers, path in _memberships():
-        if controllers == [""]:
+    for line in _text("proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
             kind = "cgroup2"
-        elif resource in controllers:
+        elif resource in controllers.split(","):
             kind = "cgroup"
         else:
             continue
         for root, mounted in _mounts(kind, "" if kind == "cgroup2" else resource):
             # With a namespace of control groups the mount begins at our group, and without one elsewhere.
             inside = path.removeprefix(root.rstrip("/")) if path.startswith(root) else "/"
-            directory = ROOT / mounted.lstrip("/") / inside.strip("/")
             top = ROOT / mounted.lstrip("/")
-            while True:
-                yield directory, kind
-                if directory == top:
+            directory = top / inside.strip("/")
+            for group in (directory, *directory.parents):
+                yield group, kind
+                if group == top:
                     break
-                directory = directory.parent
-
-
-def _memberships() -> Iterator[tuple[list[str], str]]:
-    """Controllers and path of each of this process's groups; one "" stands for version 2."""
-    for line in _text("proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        yield controllers.split(","), path
 
 
 def _mounts(kind: str, controller: str) -> Iterator[tuple[str, str]]:

@@ -31,6 +31,7 @@ import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
@@ -314,6 +315,7 @@ class ThreadPools:
         return [call for crew in self._crews.values() for call in crew.close(max(0.0, end - time.monotonic()))]
 
 
+@dataclass(eq=False, repr=False)
 class SharedItems(Generic[S, T]):
     """Items for several threads. Each thread takes the next waiting item, so a slow thread delays only its own item.
 
@@ -322,19 +324,14 @@ class SharedItems(Generic[S, T]):
     results: what `effect` returned, in the order of the items; complete when every share has ended without an error.
     """
 
-    def __init__(
-        self,
-        effect: Callable[[S], T],
-        items: Sequence[S],
-        name_of: Callable[[S], str] = str,
-        after: Callable[[], object] | None = None,
-    ) -> None:
-        self.effect = effect
-        self.after = after
-        self.items = items
-        self.name_of = name_of
-        self.waiting = deque(range(len(items)))  # positions of items that no thread has taken
-        self.results: list[T | None] = [None] * len(items)
+    effect: Callable[[S], T]
+    items: Sequence[S]
+    name_of: Callable[[S], str] = str
+    after: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(range(len(self.items)))  # positions of items that no thread has taken
+        self.results: list[T | None] = [None] * len(self.items)
 
     def shares(self, most: int) -> list[ItemShare]:
         """Functions to run, each in a thread: `most` of them, or one for each item."""

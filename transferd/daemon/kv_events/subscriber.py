@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from transferd.config.sections import PeerSection
-from transferd.daemon.kv_events.following import Follower
+from transferd.daemon.kv_events.following import SEQUENCE_BYTES, Follower
 from transferd.errors import ConfigError
 from transferd.observability.report import FollowedReport
 from transferd.runtime.aio import Timer
@@ -25,7 +25,6 @@ from transferd.wire.transport import Channel, set_common_options
 
 log = structlog.get_logger(__name__)
 
-SEQUENCE_BYTES = 8
 RECEIVE_HWM = 1000  # batches that may wait for the loop; more are dropped, which leaves a gap
 MAX_BATCH = 64 * 1024**2  # bytes
 ASK_AGAIN_S = 5.0
