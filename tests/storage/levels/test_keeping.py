@@ -144,6 +144,22 @@ async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, t
     assert await pinned_after_a_kill("after the copy") == 5
 
 
+async def test_a_pin_of_what_was_removed_below_from_outside_holds_the_copy_above(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    files = gated(FileStorage(file_config(tmp_path, 2**20)), "file")
+    memory = MemoryStorage(memory_config(2**20))
+    store = await open_storage(stack(memory, files))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    assert await store.put((name(1), b"a" * 100)) == [STORED]
+    await store.levels.flush(10)
+    (tmp_path / "objects" / path_of(name(1))).unlink()
+    files.full = StorageFull("no room")  # so it is not copied there again
+    assert await keeper.pin(EngineOwner("me", 1), [name(1)], 600.0, 0.5) == [PinState.PINNED]
+    assert memory.statistics()["pinned"] == 1
+
+
 async def test_a_refused_pin_pins_nothing_in_any_level(open_storage: Open, tmp_path: Path) -> None:
     me, files = EngineOwner("me", 1), FileStorage(file_config(tmp_path, 64 * 4096))
     lower = gated(files, "file")

@@ -108,6 +108,8 @@ class LevelsKeeper(Keeper):
         states = dict(zip(names, held[0], strict=True))
         for each in held[1:]:
             states.update((name, max(states[name], state)) for name, state in zip(rest, each, strict=True))
+        if gone := [name for name in _absent(lowest, names) if name not in rest]:  # as it has only now found out
+            states.update(zip(gone, await self.pin_all(owner, gone, ttl_s), strict=True))
         if there and lowest.outlives:
             await self._copied([name for name in rest if name in there])
             for name, safe in zip(rest, await lowest.durable(rest), strict=True):
