@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.storage.harness import Open, file_config, memory_config
+from tests.storage.harness import Open, file_config, memory_config, mooncake_config, pool_storage
 from tests.support.gated_storage import gated, stack
+from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageFull
@@ -73,6 +74,27 @@ async def test_a_shared_level_keeps_what_is_purged_and_this_node_uses_it_no_more
     await store.levels.flush(10)
     await keeper.purge(Selection(names=frozenset([names[2]])))
     assert await store.levels.where(names) == {"memory": [True, False, False], "object": [True, False, False]}
+
+
+async def test_what_is_stored_again_after_a_purge_replaces_what_a_pool_has_kept(open_storage: Open) -> None:
+    """A pool keeps an object that it has, and answers a further store of it with yes."""
+    sim, first = SimPool(), gated(MemoryStorage(memory_config(2**20)))
+    pool = pool_storage(mooncake_config(SIM_MASTER), set_up=sim.set_up)
+    store = await open_storage(stack(first, pool))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    names = [name(1), name(2)]
+    assert await store.put(*((one, b"bad") for one in names)) == [STORED] * 2
+    await store.levels.flush(10)
+    await keeper.purge(Selection())
+    assert [sim.objects[one] for one in names] == [b"bad"] * 2
+    assert await store.put((names[0], b"new")) == [STORED]
+    await store.levels.flush(10)
+    first.full = StorageFull("no room")  # so the pool gets the next one itself
+    assert await store.put((names[1], b"new")) == [STORED]
+    assert [sim.objects[one] for one in names] == [b"new"] * 2
+    assert await store.levels.where(names) == {"memory": [True, False], "mooncake": [True] * 2}
+    assert pool.statistics()["corrupt"] == 0
 
 
 async def test_an_owners_purge_hides_its_space_in_a_shared_level_and_many_purges_hide_all(open_storage: Open) -> None:

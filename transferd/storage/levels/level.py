@@ -289,6 +289,13 @@ class StoreLevel:
             self._absent.add(name, self._now() + ABSENT_S)
             self.unsettle(name)
 
+    def overwrite_hidden(self, items: Iterable[Item]) -> None:
+        """Call it before these are stored: what a purge has hidden must not show again as if it were new."""
+        if (pool := self.storage.pool) is not None:
+            for item in items:
+                if item.name in self.hidden:
+                    pool.overwrite(item.name)
+
     def wrote(self, name: str) -> None:
         """Note that this node has stored it there."""
         self.hidden.stored(name)

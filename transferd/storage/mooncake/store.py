@@ -291,6 +291,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._suspects.damaged(key_of(name))
         return answered(None)
 
+    def overwrite(self, name: str) -> None:
+        if (key := key_of(name)) not in self._suspects:
+            self._suspects.damaged(key)
+
     async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         check_shared(selection)
         return await self._copies.purge(selection, key_of, dry_run=dry_run)
