@@ -229,7 +229,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 self._left(name)
 
     async def only_here(self) -> tuple[int, int]:
-        return (0, 0) if self._section.lender else await self._copies.alone()
+        alone = await self.alone()
+        return len(alone), sum(alone.values())
+
+    async def alone(self) -> dict[str, int]:
+        return {} if self._section.lender else await self._copies.alone()
 
     async def leave(self, within_s: float) -> None:
         try:
