@@ -7,6 +7,7 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -163,7 +164,8 @@ class Promotions:
             outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
             for item, outcome in zip(above, outcomes, strict=True):
                 if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source.number):
-                    await self._withdraw(target, item.name)
+                    with contextlib.suppress(StorageError):  # else the others would be held for ever
+                        await self._withdraw(target, item.name)
                 elif outcome.found is Found.STORED:
                     assert item.use is not None
                     target.storage.index.release(item.name, item.use)
