@@ -90,7 +90,7 @@ class Storing:
             lacking = self._lacking(level, name)
         one = parts.unsaved.get(name)
         if not lacking:
-            if stored is not None and one is None:
+            if stored is not None and (one is None or one.source is not level):
                 level.storage.index.release(name, use)
             return
         if one is None:
