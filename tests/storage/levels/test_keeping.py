@@ -26,6 +26,7 @@ from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
+from transferd.wire.answers import Purged
 
 
 def name(i: int, generation: str = "g") -> str:
@@ -95,6 +96,26 @@ async def test_what_is_stored_again_after_a_purge_replaces_what_a_pool_has_kept(
     assert [sim.objects[one] for one in names] == [b"new"] * 2
     assert await store.levels.where(names) == {"memory": [True, False], "mooncake": [True] * 2}
     assert pool.statistics()["corrupt"] == 0
+
+
+async def test_a_purge_beside_a_shared_one_that_still_lists_hides_what_is_left(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing has passed the object by when another node stores it, and a purge hides that one."""
+    pool = gated(MemoryStorage(memory_config(2**20)), "object", asks=True)
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), pool))
+    keeper = store.storage.keeper
+    assert keeper is not None
+    await pool._behind.store([Item(name(1), 100)], None, [memoryview(bytes(100))])
+
+    async def lists(_: Selection, *, dry_run: bool) -> Purged:
+        await keeper.purge(Selection())
+        return Purged()
+
+    monkeypatch.setattr(pool, "purge_shared", lists)
+    await keeper.purge(Selection())
+    await store.levels.purge_shared(Selection(), dry_run=False)
+    assert await store.levels.where([name(1)]) == {"memory": [False], "object": [False]}
 
 
 async def test_an_owners_purge_hides_its_space_in_a_shared_level_and_many_purges_hide_all(open_storage: Open) -> None:
@@ -366,9 +387,9 @@ def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int
         for name in chance.sample(names, 6):
             hidden.stored(name)
             stored[name] = number
-        if chance.random() < 0.3:
-            hidden.removed(gone := drawn())
-            stored.update(dict.fromkeys(filter(gone.fits, names), number))
+        if chance.random() < 0.3:  # it began at an earlier purge, perhaps
+            hidden.removed(gone := drawn(), began := chance.choice([number, number - 1]))
+            stored |= {name: max(began, stored.get(name, 0)) for name in filter(gone.fits, names)}
         assert {name: name in hidden for name in names} == {
             name: any(at > stored.get(name, 0) and one.fits(name) for at, one in said) for name in names
         }

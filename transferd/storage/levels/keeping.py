@@ -67,9 +67,10 @@ class LevelsKeeper(Keeper):
     async def purge_shared(self, selection: Selection, *, dry_run: bool) -> Purged:
         """See Storage.purge_shared. Call it after a purge: what fits is hidden until it has gone."""
         reached = [level for level in self._without if level.shared]
+        numbers = [level.hidden.number for level in reached]  # a later purge may name what the listing has passed by
         purged = await every([level.storage.purge_shared(selection, dry_run=dry_run) for level in reached])
-        for level in () if dry_run else reached:
-            level.hidden.removed(selection)
+        for level, number in () if dry_run else zip(reached, numbers, strict=True):
+            level.hidden.removed(selection, number)
             level.forget_hints()
         return sum(purged, Purged(shared=[level.name for level in self._without if level not in reached]))
 
