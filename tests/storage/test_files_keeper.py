@@ -38,6 +38,7 @@ from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.keeping import PinState
 from transferd.storage.orders import MANY_ORDERS
+from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
@@ -483,6 +484,25 @@ async def test_a_pin_is_of_the_object_and_holds_when_it_comes(open_storage: Open
     await harness.storage.close()
     again = await open_storage(one_disk(tmp_path))
     assert again.storage.statistics()["pinned"] == 2
+
+
+async def test_a_pin_of_what_was_removed_from_outside_or_with_its_disk_says_so(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index finds that out only when the pin looks at the disk."""
+    storage = one_disk(tmp_path)
+    harness = await open_storage(storage)
+    await put(harness, names(2))
+    (tmp_path / "objects" / path_of(names(1)[0])).unlink()
+    held = await keeper(harness).pin_all(OWNER, names(2), 600.0)
+    assert held == [PinState.NOT] + [PinState.DURABLE] * 3
+
+    async def fails(_: object) -> list[bool]:
+        storage.fail("it does not answer", 3600.0)
+        raise StorageError("I/O error")
+
+    monkeypatch.setattr(storage, "look", fails)
+    assert await keeper(harness).pin_all(OWNER, names(2), 600.0) == [PinState.NOT] * 4
 
 
 async def test_a_list_of_orders_stays_small(open_storage: Open, tmp_path: Path) -> None:

@@ -304,6 +304,14 @@ class PoolNode(abc.ABC):
         """Report those that the pool lacks (`Index.tell_departures`), without a lease. Raises StorageError."""
 
     @abc.abstractmethod
+    async def alone(self) -> dict[str, int]:
+        """The lengths of objects of the pool that are in this process's memory alone, by name. Raises StorageError."""
+
+    @abc.abstractmethod
+    def overwrite(self, name: str) -> None:
+        """Have the next store of this object replace what is there: a pool else keeps an object that it has."""
+
+    @abc.abstractmethod
     async def leave(self, within_s: float) -> None:
         """Do the same before the daemon stops, within `within_s` seconds; `flush` and `close` have time after it."""
 

@@ -142,7 +142,9 @@ class FilesKeeper(Keeper):
         if pinned and isinstance(owner, EngineOwner):
             self._book.pin(owner, pinned, ttl_s)
             await self._record()
-        durable = await self.durable(names)  # what has come since without having been asked for is not pinned
+        durable = await self.durable(names)  # which may find that files or disks are gone
+        # What has come since without having been asked for is not pinned.
+        here = [was and now is not None for was, now in zip(here, self.depths(names), strict=True)]
         states = zip(names, here, durable, strict=True)
         return [PinState.DURABLE if safe and name in pinned else PinState(is_here) for name, is_here, safe in states]
 

@@ -20,6 +20,8 @@ from transferd.storage.levels.base import Proof
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.mooncake import copies
+from transferd.storage.mooncake.master_pages import PoolObject
 from transferd.storage.paths import path_of
 from transferd.tasks import LevelChange
 
@@ -235,3 +237,19 @@ async def test_a_copy_in_another_level_of_memory_does_not_outlive_the_process(op
     await put(store, 0, 1)
     await until(lambda: below.stores == NAMES[:2], "the copies are made")
     assert await store.storage.only_here() == (2, 2 * NBYTES)
+
+
+@pytest.mark.parametrize(("files", "lost"), [(False, 1), (True, 0)])
+async def test_what_only_this_node_has_of_a_pool_does_not_outlive_the_process(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: bool, lost: int
+) -> None:
+    pool = pool_storage(mooncake_config(SIM_MASTER, master_pages="10.0.0.9:1"), set_up=SimPool().set_up)
+    between = [FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1)] if files else []
+    store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), *between, pool))
+    await put(store, 0, 1, 2)
+    await store.levels.flush(10)
+    monkeypatch.setattr(pool._client, "own", frozenset({"me:1"}))
+    held = [PoolObject(NAMES[i], NBYTES, nodes) for i, nodes in enumerate((("me:1",), ("me:1", "b:1"), ("b:1",)))]
+    monkeypatch.setattr(copies, "read_all", lambda *_: iter([held]))
+    assert await store.storage.only_here() == (lost, lost * NBYTES)
+    assert await pool.only_here() == (1, NBYTES)

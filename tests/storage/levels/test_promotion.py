@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import AsyncMock
 
 import pytest
 
 from tests.storage.harness import Harness, Open, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
 from transferd.config import LevelSection
-from transferd.storage.base import FOUND, STORED
+from transferd.errors import StorageError
+from transferd.storage.base import FOUND, STORED, Item
 from transferd.storage.levels import promotion
 from transferd.storage.levels.promotion import Buffers
 from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
+from transferd.storage.selection import Selection
 
 NBYTES = 2000
 
@@ -87,6 +91,23 @@ async def test_a_promotion_evicts_no_held_object(open_storage: Open) -> None:
     await store.levels.flush(10)
     assert [outcome for outcome, _ in await store.get((name(2), NBYTES))] == [FOUND]
     assert first.statistics()["bytes"] <= 3 * NBYTES
+
+
+async def test_a_purge_that_cannot_remove_a_promoted_block_keeps_no_other_from_being_released(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first, _ = await two(open_storage, 0)
+    promotions, fences = store.levels._promotions, store.levels._parts.fences
+    monkeypatch.setattr(first.keeper, "purge", AsyncMock(side_effect=StorageError("Permission denied")))
+    items = [Item(name(i), NBYTES, Use(), i) for i in (2, 3)]
+    buffers = [buffer for _ in items if (buffer := promotions.buffers.take(NBYTES)) is not None]
+    promotions.begin(store.levels.all_levels[1], items, buffers, fences.number)
+    with fences.purge(Selection(names=frozenset([name(2)]))):
+        pass
+    await promotions.settled()
+    entry = first.indexes[0].get(name(3))
+    assert entry is not None
+    assert not entry.kept
 
 
 def test_buffers_are_bounded_and_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

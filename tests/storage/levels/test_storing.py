@@ -10,8 +10,9 @@ import pytest
 
 from tests.storage.harness import Harness, Open, file_config, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.waits import until
 from transferd.config import LevelSection
-from transferd.errors import StorageError
+from transferd.errors import StorageError, StorageFull
 from transferd.storage.base import LEFT, STORED, Found, Item, Outcome, Outcomes
 from transferd.storage.file import FileStorage
 from transferd.storage.levels import level
@@ -136,3 +137,18 @@ async def test_a_hung_call_that_fails_at_last_costs_nothing(
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.found, data) == (Found.FOUND, content(0))
     await store.levels._promotions.settled()  # the load brings it up
+
+
+async def test_what_a_middle_level_stores_beside_a_copy_that_waits_is_not_held_there(open_storage: Open) -> None:
+    first, middle = (gated(MemoryStorage(memory_config(100 * NBYTES)), one) for one in ("first", "middle"))
+    last = MemoryStorage(memory_config(100 * NBYTES))
+    store = await open_storage(stack(first, middle, last))
+    middle.full = StorageFull("no room")
+    assert await store.put((NAMES[0], content(0))) == [STORED]
+    await until(lambda: last.find([NAMES[0]], None) == [True] and middle.stores, "its copy to the middle one waits")
+    first.full, middle.full = middle.full, None
+    assert await store.put((NAMES[0], content(0))) == [STORED]
+    assert middle.stores == NAMES[:1] * 2
+    entry = middle.index.indexes[0].get(NAMES[0])
+    assert entry is not None
+    assert not entry.kept

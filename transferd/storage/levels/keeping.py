@@ -64,9 +64,10 @@ class LevelsKeeper(Keeper):
     async def purge_shared(self, selection: Selection, *, dry_run: bool) -> Purged:
         """See Storage.purge_shared. Call it after a purge: what fits is hidden until it has gone."""
         reached = [level for level in self._without if level.shared]
+        numbers = [level.hidden.number for level in reached]  # a later purge may name what the listing has passed by
         purged = await every([level.storage.purge_shared(selection, dry_run=dry_run) for level in reached])
-        for level in () if dry_run else reached:
-            level.hidden.removed(selection)
+        for level, number in () if dry_run else zip(reached, numbers, strict=True):
+            level.hidden.removed(selection, number)
             level.forget_hints()
         return sum(purged, Purged(shared=[level.name for level in self._without if level not in reached]))
 
@@ -105,6 +106,8 @@ class LevelsKeeper(Keeper):
         states = dict(zip(names, held[0], strict=True))
         for each in held[1:]:
             states.update((name, max(states[name], state)) for name, state in zip(rest, each, strict=True))
+        if gone := [name for name in _absent(lowest, names) if name not in rest]:  # as it has only now found out
+            states.update(zip(gone, await self.pin_all(owner, gone, ttl_s), strict=True))
         if there and lowest.outlives:
             await self._copied([name for name in rest if name in there])
             for name, safe in zip(rest, await lowest.durable(rest), strict=True):

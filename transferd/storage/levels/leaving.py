@@ -73,11 +73,21 @@ class Leaving:
         return self._changed(level, {})
 
     async def only_here(self) -> tuple[int, int]:
-        """Objects and bytes of levels in memory that no level which outlives the process proves to have."""
+        """Objects and bytes of levels in memory that no level which outlives the process proves to have.
+
+        A pool outlives it, but for the objects that this process alone lends memory.
+        """
         alone: dict[str, int] = {}
         for level in self._parts.levels:
             if level.in_memory:
                 alone |= await self._alone_of(level, {}, outlives=True)
+            elif (pool := level.storage.pool) is not None:
+                own = await pool.alone()
+                names = list(own)
+                async for start in in_turns(range(0, len(names), BATCH), 1):
+                    some = names[start : start + BATCH]
+                    found = await self._elsewhere(level, some, outlives=True)
+                    alone |= {name: own[name] for name in some if name not in found}
         return len(alone), sum(alone.values())
 
     async def close(self) -> None:

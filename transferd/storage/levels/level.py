@@ -134,38 +134,39 @@ class Hidden:
         self._purges: dict[tuple[str | None, str | None, str | None], int] = {}
         self._named: dict[str, int] = {}
         self._removed: dict[tuple[str | None, str | None, str | None], int] = {}  # the latest purge before a removal
-        self._number = 0  # of the latest purge
+        self.number = 0  # of the latest purge
         self._anew = Names()
 
     def purge(self, selection: Selection) -> None:
         """Hide what fits."""
-        self._number += 1
+        self.number += 1
         if selection.names is None:
-            self._purges[_said(selection)] = self._number
+            self._purges[_said(selection)] = self.number
         else:
-            self._named.update(dict.fromkeys(filter(selection.fits, selection.names), self._number))
+            self._named.update(dict.fromkeys(filter(selection.fits, selection.names), self.number))
         if len(self._purges) > MOST_PURGES or len(self._named) > MOST_NAMES:
-            self._purges = {(None, None, None): self._number}
+            self._purges = {(None, None, None): self.number}
             self._named.clear()
 
-    def removed(self, selection: Selection) -> None:
-        """Note that what fits was removed there after it was hidden: whatever is there now is new."""
+    def removed(self, selection: Selection, number: int) -> None:
+        """Note that what fits was removed there: whatever is there now is new. number: as it was when that began."""
         if selection.names is None:
             if len(self._removed) >= MOST_PURGES:
                 self._removed.clear()
-            self._removed[_said(selection)] = self._number
+            said = _said(selection)
+            self._removed[said] = max(number, self._removed.get(said, 0))
         else:
             for name in filter(selection.fits, selection.names):
-                self._anew.add(name, self._number)
+                self._anew.add(name, max(number, self._anew.get(name) or 0))
 
     def stored(self, name: str) -> None:
         """Note that this node has stored an object there."""
-        if self._number:
-            self._anew.add(name, self._number)
+        if self.number:
+            self._anew.add(name, self.number)
 
     def __contains__(self, name: str) -> bool:
         since = self._anew.get(name) or 0
-        if since == self._number:
+        if since == self.number:
             return False
         model, generation = parts_of(name) or (None, None)
         fitting = list(itertools.product({None, model}, {None, generation}, {None, space_of(name)}))
@@ -291,6 +292,13 @@ class StoreLevel:
         if not self.known:
             self._absent.add(name, self._now() + ABSENT_S)
             self.unsettle(name)
+
+    def overwrite_hidden(self, items: Iterable[Item]) -> None:
+        """Call it before these are stored: what a purge has hidden must not show again as if it were new."""
+        if (pool := self.storage.pool) is not None:
+            for item in items:
+                if item.name in self.hidden:
+                    pool.overwrite(item.name)
 
     def wrote(self, name: str) -> None:
         """Note that this node has stored it there."""

@@ -90,7 +90,7 @@ class Storing:
             lacking = self._lacking(level, name)
         one = parts.unsaved.get(name)
         if not lacking:
-            if stored is not None and one is None:
+            if stored is not None and (one is None or one.source is not level):
                 level.storage.index.release(name, use)
             return
         if one is None:
@@ -192,6 +192,8 @@ class _Store:
             slots = slots[: level.storage.slots_at_once]
         items, parts = chosen(self._items, which), self._parts
         began, nbytes = parts.now(), sum([item.nbytes for item in items])
+        if not level.known:
+            level.overwrite_hidden(items)
         storing = asyncio.ensure_future(level.storage.store(items, make, slots))
         await asyncio.wait([storing], timeout=self._limit(level, items, nbytes))
         if not storing.done():

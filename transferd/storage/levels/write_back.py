@@ -450,6 +450,8 @@ class WriteBack:
         if not rest:
             return
         items = [one.source.handed_on(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
+        if not self.level.known:
+            self.level.overwrite_hidden(items)
         outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
         for (one, _), item, outcome in zip(reversed(rest), reversed(items), reversed(outcomes), strict=True):
             await self._written(one, item, outcome, born)

@@ -288,13 +288,13 @@ class Copies:
                     log.warning("cannot find out whether objects lack copies", problem=str(error))
                 failed = True
 
-    async def alone(self) -> tuple[int, int]:
-        """How many objects only this node has, and their bytes. Raises ConfigError, StorageError."""
+    async def alone(self) -> dict[str, int]:
+        """The lengths of the objects that only this node has, by key. Raises ConfigError, StorageError."""
         async with self._turn:
             self._by = math.inf
             own = await self._own()
             found = await self._find(lambda held: _alone(held, own))
-        return len(found), sum(held.nbytes for held in found)
+        return {held.key: held.nbytes for held in found}
 
     async def _look(self, nodes: Sequence[str]) -> None:
         """Count the objects without enough copies in this node's share of all, and mend them if that is configured.

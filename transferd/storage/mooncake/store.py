@@ -229,7 +229,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 self._left(name)
 
     async def only_here(self) -> tuple[int, int]:
-        return (0, 0) if self._section.lender else await self._copies.alone()
+        alone = await self.alone()
+        return len(alone), sum(alone.values())
+
+    async def alone(self) -> dict[str, int]:
+        return {} if self._section.lender else await self._copies.alone()
 
     async def leave(self, within_s: float) -> None:
         try:
@@ -290,6 +294,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._counts["corrupt"] += 1
         self._suspects.damaged(key_of(name))
         return answered(None)
+
+    def overwrite(self, name: str) -> None:
+        if (key := key_of(name)) not in self._suspects:
+            self._suspects.damaged(key)
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         check_shared(selection)
