@@ -674,14 +674,16 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
+@pytest.mark.parametrize("when", ["before the mapping begins", "during it"])
 async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_nothing_mapped(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     daemon = await start(ownership="attach")
     tier = daemon.default.coordinator.workers[0].context.device
-    attach, gate = tier.attach, asyncio.Event()
+    attach, begun, gate = tier.attach, asyncio.Event(), asyncio.Event()
 
     async def slow(handle: DeviceHandle) -> None:
+        begun.set()
         await gate.wait()
         await attach(handle)
 
@@ -690,7 +692,11 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         offering = asyncio.ensure_future(
             daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
-        await until(lambda: bool(daemon.default.cache._offering), "the offer is under way")
+        if when == "during it":
+            await begun.wait()
+        else:
+            await until(lambda: daemon.default.cache._changes, "the offer has come", look=0)
+            assert not begun.is_set()
         daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)

@@ -235,16 +235,16 @@ class CacheMemory:
         and offers without a canary.
         """
         data, canary = taken_from(handle.data)
-        offered = DeviceHandle(handle.kind, data)
-        return await self._finished(self._offer(client, self._rank(rank), offered, epoch, canary))
+        offered, held = DeviceHandle(handle.kind, data), self._rank(rank)
+        if self.creator is Creator.DAEMON:
+            what = "the daemon creates the cache here (cache.ownership); attach to it"
+            raise RequestError(what, code="not_attachable")
+        self._offering.append(client)  # not in `_offer`: the client may leave before that begins
+        return await self._finished(self._offer(client, held, offered, epoch, canary))
 
     async def _offer(
         self, client: bytes, rank: _RankMemory, handle: DeviceHandle, epoch: int, canary: Canary | None
     ) -> str | None:
-        if self.creator is Creator.DAEMON:
-            what = "the daemon creates the cache here (cache.ownership); attach to it"
-            raise RequestError(what, code="not_attachable")
-        self._offering.append(client)
         try:
             if canary is not None:
                 await self._host_memory.wait()  # its block is read into staging
