@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -76,6 +77,10 @@ class Departed:
     corrupt: int = 0
     missed: int = 0
     lanes: dict[str, KindReport] = field(default_factory=dict)
+
+    def copy(self) -> Departed:
+        """As it is now: later engines do not count in it."""
+        return dataclasses.replace(self, tasks=Counter(self.tasks), rejects=Counter(self.rejects))
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
