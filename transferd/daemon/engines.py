@@ -317,11 +317,12 @@ class Engines:
             building = self._begun(name, client, asked)
         engine = there if building is None else await self._built(building)
         assert engine is not None
-        if self._by_name.get(name) is engine:
-            self.join(client, wire.Hello(name, engine.token))
-            if client.engine is not engine:
-                raise RequestError(self.absent(client), code="not_yours")
-            self.hold(client)
+        if self._by_name.get(name) is not engine:
+            raise EngineGone(f"the engine {name!r} was given up while it was built")
+        self.join(client, wire.Hello(name, engine.token))
+        if client.engine is not engine:
+            raise RequestError(self.absent(client), code="not_yours")
+        self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
     def _check_same(self, name: str, before: Registrant | None, asked: wire.Register, *, shared: bool = True) -> None:
@@ -465,11 +466,15 @@ class Engines:
                     client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
-            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
+            work = self._closed(engine, why, self._building.get(engine.name))
+            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(work)
         return leaving
 
-    async def _closed(self, engine: HostedEngine, why: ErrorInfo) -> None:
+    async def _closed(self, engine: HostedEngine, why: ErrorInfo, building: Building | None) -> None:
+        """building: what may still open it. Memory that this makes once the engine has ended would be nobody's."""
         try:
+            if building is not None:
+                await asyncio.wait([building.task])
             await engine.end(why)
             log.info("engine has left", engine=engine.name)
         except TransferError as error:
