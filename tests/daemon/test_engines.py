@@ -25,6 +25,7 @@ from transferd import (
     SyncClient,
     shm_pages,
 )
+from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.clients import KnownClient
@@ -32,8 +33,10 @@ from transferd.daemon.daemon import Daemon
 from transferd.daemon.engine import HostedEngine
 from transferd.errors import ConnectRefused, ConnectTimeout, TierError, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
+from transferd.tiers.base import HostMemory
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
+from transferd.tiers.shm import ShmDeviceTier
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport
 
@@ -645,6 +648,39 @@ async def test_a_stop_waits_for_what_was_given_up_while_it_is_built(
         assert not has_memory(engine)
         with pytest.raises(TransferError):
             await registering
+
+
+async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was silent for too long, and sends the task again."""
+    begun, gate, copy_in = asyncio.Event(), asyncio.Event(), ShmDeviceTier.copy_in
+
+    async def held(tier: ShmDeviceTier, plan: CopyPlan, host: HostMemory) -> None:
+        begun.set()
+        await gate.wait()
+        await copy_in(tier, plan, host)
+
+    monkeypatch.setattr(ShmDeviceTier, "addressable", False)
+    monkeypatch.setattr(ShmDeviceTier, "copy_in", held)
+    async with serving(endpoint, "e") as (one, memory):
+        memory.paint(1, 0x21)
+        memory.paint(2, 0x42)
+        assert (await one.submit(write("w", ["k"], [1]))).status is Status.OK
+        pushed = await one.push(read("r", ["k"], [2]))
+        await begun.wait()
+        engine = daemon.engines.get("e")
+        assert engine is not None
+        for peer in list(engine.clients):
+            daemon.server._forget(peer, "was silent for 7.4 s")
+        one._conversation._greet()  # as its heartbeat does
+        refused = await pushed
+        assert (refused.status, code(refused)) == (Status.REJECTED, "unknown_engine")
+        assert not refused.settled
+        assert memory.holds(2, 0x42)
+        gate.set()
+        assert await one.settled("r", 20)
+        assert memory.holds(2, 0x21), "it was touched after the refusal"
 
 
 # --- lives ----------------------------------------------------------------------------------------

@@ -186,6 +186,9 @@ class OneEngine:
     async def task_settled(self, name: str, task_id: str) -> None:
         """It moves nothing."""
 
+    def is_settled(self, name: str, task_id: str) -> bool:
+        return True
+
 
 class MemoryCache:
     """The cache of a MemoryCore: has no memory, and remembers what was asked of it.

@@ -492,6 +492,10 @@ class Engines:
         for engine in [engine for engine in self.all if engine.name == name]:
             await engine.coordinator.settled(task_id)
 
+    def is_settled(self, name: str, task_id: str) -> bool:
+        """Whether `task_settled` would return at once."""
+        return all(engine.dispatcher.settled(task_id) for engine in self.all if engine.name == name)
+
     async def some_settled(self, name: str, task_ids: Sequence[str]) -> list[str]:
         """Wait until some of these tasks are settled, as `task_settled` does for one; return all that are.
 
@@ -499,8 +503,7 @@ class Engines:
         events something.
         """
         while True:
-            engines = [engine.dispatcher for engine in self.all if engine.name == name]
-            if settled := [one for one in task_ids if all(engine.settled(one) for engine in engines)]:
+            if settled := [one for one in task_ids if self.is_settled(name, one)]:
                 return settled
             with contextlib.suppress(TimeoutError):
                 await wait_for(self.task_settled(name, task_ids[0]), LOOK_S)

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import ServerSection
+from transferd.config import DEFAULT_ENGINE, ServerSection
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
@@ -202,6 +202,8 @@ class Server:
             error=info,
             generation="" if engine is None else engine.coordinator.generation,
             boot_id=self.clients.boot_id,
+            # an engine of its name may be leaving, with this task in a copy
+            settled=client is None or self.engines.is_settled(client.engine_name or DEFAULT_ENGINE, error.task_id),
         )
         self._send(peer, error.seq, wire.Result(result))
 
