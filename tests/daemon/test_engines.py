@@ -650,8 +650,9 @@ async def test_a_stop_waits_for_what_was_given_up_while_it_is_built(
             await registering
 
 
+@pytest.mark.parametrize(("comes_again", "why"), [(False, "unknown_engine"), (True, "engine_gone")])
 async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled(
-    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch, comes_again: bool, why: str
 ) -> None:
     """Its client was silent for too long, and sends the task again."""
     begun, gate, copy_in = asyncio.Event(), asyncio.Event(), ShmDeviceTier.copy_in
@@ -663,7 +664,7 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
 
     monkeypatch.setattr(ShmDeviceTier, "addressable", False)
     monkeypatch.setattr(ShmDeviceTier, "copy_in", held)
-    async with serving(endpoint, "e") as (one, memory):
+    async with serving(endpoint, "e", token=TOKEN) as (one, memory), client(endpoint, "e", TOKEN) as other:
         memory.paint(1, 0x21)
         memory.paint(2, 0x42)
         assert (await one.submit(write("w", ["k"], [1]))).status is Status.OK
@@ -673,10 +674,12 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
         assert engine is not None
         for peer in list(engine.clients):
             daemon.server._forget(peer, "was silent for 7.4 s")
+        if comes_again:
+            await other.register(described())
         one._conversation._greet()  # as its heartbeat does
         refused = await pushed
-        assert (refused.status, code(refused)) == (Status.REJECTED, "unknown_engine")
         assert not refused.settled
+        assert (refused.status, code(refused)) == (Status.REJECTED, why)
         assert memory.holds(2, 0x42)
         gate.set()
         assert await one.settled("r", 20)

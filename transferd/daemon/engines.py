@@ -492,6 +492,17 @@ class Engines:
         for engine in [engine for engine in self.all if engine.name == name]:
             await engine.coordinator.settled(task_id)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether any engine is leaving."""
+        return bool(self._leaving)
+
+    def check_left(self, name: str, task_id: str) -> None:
+        """Raise RequestError if a leaving engine of this name may still touch a block for this task."""
+        if not all(engine.dispatcher.settled(task_id) for engine in self._leaving if engine.name == name):
+            what = f"the engine {name!r} that had this task is leaving, and a rank of it still copies"
+            raise RequestError(what, code=EngineGone.code)
+
     def is_settled(self, name: str, task_id: str) -> bool:
         """Whether `task_settled` would return at once."""
         return all(engine.dispatcher.settled(task_id) for engine in self.all if engine.name == name)
