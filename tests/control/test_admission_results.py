@@ -65,6 +65,18 @@ def test_a_result_that_expired_long_ago_is_dropped() -> None:
     assert "t" not in memory
 
 
+def test_an_id_that_is_kept_again_once_its_result_expired_counts_once_and_is_the_newest() -> None:
+    memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
+    memory.keep(result("t", "x" * 100), 0, 0, 0.0)
+    memory.keep(result("u"), 0, 0, 5.0)
+    memory.keep(result("t"), 0, 0, 10.0)
+    assert memory.nbytes == size_of(result("t")) + size_of(result("u"))
+    memory.forget(15.0)
+    assert ("t" in memory, "u" in memory) == (True, False)
+    memory.forget(20.0)
+    assert (len(memory), memory.nbytes) == (0, 0)
+
+
 def test_past_the_number_allowed_the_oldest_leaves() -> None:
     memory = ResultCache(ttl=10.0, most=2, most_bytes=10**6)
     for task_id in "abc":

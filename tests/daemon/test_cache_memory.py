@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -674,14 +675,16 @@ async def test_after_a_clear_the_engine_offers_anew_and_an_old_offer_is_refused(
         assert (await client.submit(write("w", ["k"], [0]))).status == Status.OK
 
 
+@pytest.mark.parametrize("when", ["before the mapping begins", "during it"])
 async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_nothing_mapped(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     daemon = await start(ownership="attach")
     tier = daemon.default.coordinator.workers[0].context.device
-    attach, gate = tier.attach, asyncio.Event()
+    attach, begun, gate = tier.attach, asyncio.Event(), asyncio.Event()
 
     async def slow(handle: DeviceHandle) -> None:
+        begun.set()
         await gate.wait()
         await attach(handle)
 
@@ -690,7 +693,11 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         offering = asyncio.ensure_future(
             daemon.default.cache.offer(b"engine", 0, from_me(engine.handle(0)), daemon.default.cache.epoch)
         )
-        await until(lambda: bool(daemon.default.cache._offering), "the offer is under way")
+        if when == "during it":
+            await begun.wait()
+        else:
+            await until(lambda: daemon.default.cache._changes, "the offer has come", look=0)
+            assert not begun.is_set()
         daemon.default.cache.client_gone(b"engine")
         offering.cancel()
         await asyncio.gather(offering, return_exceptions=True)
@@ -698,6 +705,53 @@ async def test_a_client_that_leaves_while_its_memory_is_being_mapped_leaves_noth
         await until(lambda: not daemon.default.cache._changes, "it ends")
         assert daemon.default.cache.missing == [0, 1]
         assert not tier.statistics()["open"]
+
+
+@pytest.mark.parametrize("slow", ["the other rank's memory is being mapped", "token storage becomes ready"])
+async def test_memory_of_an_engine_that_has_gone_is_never_ready_again_while_it_waits_to_be_unmapped(
+    start: Start, endpoint: str, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Its rank's memory is that of a dead process, which no task may use."""
+    daemon = await start(ownership="attach")
+    cache, tier = daemon.default.cache, daemon.default.workers[1].context.device
+    attach, begun, gate, announced = tier.attach, asyncio.Event(), asyncio.Event(), list[list[int | None]]()
+
+    async def wait() -> None:
+        begun.set()
+        await gate.wait()
+
+    async def attached(handle: DeviceHandle) -> None:
+        await wait()
+        await attach(handle)
+
+    if slow == "token storage becomes ready":
+        monkeypatch.setattr(cache, "tokens", SimpleNamespace(ready=wait))
+    else:
+        monkeypatch.setattr(tier, "attach", attached)
+    announce = daemon.default.coordinator.announce_ready
+
+    def told() -> None:
+        announced.append(cache.owners)
+        announce()
+
+    monkeypatch.setattr(daemon.default.coordinator, "announce_ready", told)
+    async with Engine() as engine, Client(endpoint, await_ready=False) as client:
+        dead = await engine_process(endpoint, 0)
+        offering = asyncio.ensure_future(engine.offer(client, 1))
+        await begun.wait()
+        dead.send_signal(signal.SIGKILL)
+        await wait_for(dead.communicate(), 20)
+        await until(lambda: daemon.server.statistics().clients_lost == 1, "the daemon has seen it")
+        gate.set()
+        await offering
+        await until(lambda: cache.missing == [0], "its memory is unmapped")
+        assert announced == []
+        result = await client.submit(write("w", ["k"], [0]))
+        assert (result.status, code(result)) == (Status.REJECTED, "engine_gone")
+        await engine.offer(client, 0)
+        await client.wait_ready(5)
+        assert announced == [[os.getpid()] * 2]
+        assert (await client.submit(write("w2", ["k"], [0]))).status == Status.OK
 
 
 async def test_a_stop_unmaps_and_leaves_the_engine_its_memory(start: Start, endpoint: str) -> None:

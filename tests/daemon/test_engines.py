@@ -25,15 +25,18 @@ from transferd import (
     SyncClient,
     shm_pages,
 )
+from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout import build_layout
 from transferd.config import Config, from_tree
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.engine import HostedEngine
-from transferd.errors import ConnectRefused, ConnectTimeout, TransferError
+from transferd.errors import ConnectRefused, ConnectTimeout, TierError, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
+from transferd.tiers.base import HostMemory
 from transferd.tiers.offered import DIRECTORY
 from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
+from transferd.tiers.shm import ShmDeviceTier
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport
 
@@ -574,6 +577,117 @@ async def test_engines_with_pages_of_their_own_share_them_wherever_they_lie(daem
             assert np.array_equal(views[1]["page"][layer][3], content[layer])
         assert await clients[1].exists(["k", "l"]) == [True, False]
         views.clear()
+
+
+# --- given up too early ---------------------------------------------------------------------------
+
+
+class SlowOpening:
+    """Engines open their ranks when `goes_on` is set. begun: one has come so far. fails: it opens in vain."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, fails: bool = False) -> None:
+        self.begun, self.goes_on, opened = asyncio.Event(), asyncio.Event(), HostedEngine.open
+
+        async def slowly(engine: HostedEngine) -> None:
+            self.begun.set()
+            await self.goes_on.wait()
+            await opened(engine)
+            if fails:
+                raise TierError("no room")
+
+        patch.setattr(HostedEngine, "open", slowly)
+
+
+def has_memory(engine: HostedEngine) -> bool:
+    return any(region.allocated for worker in engine.workers for region in worker.context.regions.values())
+
+
+@pytest.mark.parametrize(("fails", "reason"), [(False, "engine_gone"), (True, "tier_error")])
+async def test_what_is_given_up_while_it_is_built_leaves_nothing_behind(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch, fails: bool, reason: str
+) -> None:
+    async with client(endpoint, "e", TOKEN) as one, client(endpoint, "e", TOKEN) as other:
+        with monkeypatch.context() as patch:
+            opening = SlowOpening(patch, fails=fails)
+            registering = asyncio.ensure_future(one.register(described()))
+            await opening.begun.wait()
+            [engine] = daemon.engines.all
+            await other.ping()  # it shows its token
+            leaving = asyncio.ensure_future(other.unregister())
+            await until(lambda: daemon.engines.get("e") is None, "it is dismissed")
+            opening.goes_on.set()
+            with pytest.raises(TransferError) as given_up:
+                await registering
+            assert given_up.value.reason == reason
+            await leaving
+        assert not has_memory(engine)
+        assert (daemon.engines.all, daemon.engines.total.engines) == ([], [])
+        assert daemon.stats()["host"]["budget"]["taken"] == 0
+        async with Memory() as memory:  # and the name is free
+            await other.register(described())
+            await other.offer(0, memory.handle())
+            await other.wait_ready(5)
+            assert (await other.submit(write("w", ["k"], [0]))).status is Status.OK
+
+
+async def test_a_stop_waits_for_what_was_given_up_while_it_is_built(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening = SlowOpening(monkeypatch)
+    async with contextlib.AsyncExitStack() as stack:
+        async with running(endpoint) as daemon:
+            one = await stack.enter_async_context(client(endpoint, "e"))
+            registering = asyncio.ensure_future(one.register(described()))
+            await opening.begun.wait()
+            [engine] = daemon.engines.all
+            leaving, settled = asyncio.ensure_future(daemon.engines.unregister(engine)), daemon.engines.settled
+
+            async def stopping() -> None:
+                opening.goes_on.set()
+                await settled()
+
+            monkeypatch.setattr(daemon.engines, "settled", stopping)
+            await until(lambda: daemon.engines.get("e") is None, "it is dismissed")
+        await leaving
+        assert not has_memory(engine)
+        with pytest.raises(TransferError):
+            await registering
+
+
+@pytest.mark.parametrize(("comes_again", "why"), [(False, "unknown_engine"), (True, "engine_gone")])
+async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch, comes_again: bool, why: str
+) -> None:
+    """Its client was silent for too long, and sends the task again."""
+    begun, gate, copy_in = asyncio.Event(), asyncio.Event(), ShmDeviceTier.copy_in
+
+    async def held(tier: ShmDeviceTier, plan: CopyPlan, host: HostMemory) -> None:
+        begun.set()
+        await gate.wait()
+        await copy_in(tier, plan, host)
+
+    monkeypatch.setattr(ShmDeviceTier, "addressable", False)
+    monkeypatch.setattr(ShmDeviceTier, "copy_in", held)
+    async with serving(endpoint, "e", token=TOKEN) as (one, memory), client(endpoint, "e", TOKEN) as other:
+        memory.paint(1, 0x21)
+        memory.paint(2, 0x42)
+        assert (await one.submit(write("w", ["k"], [1]))).status is Status.OK
+        pushed = await one.push(read("r", ["k"], [2]))
+        await begun.wait()
+        engine = daemon.engines.get("e")
+        assert engine is not None
+        for peer in list(engine.clients):
+            daemon.server._forget(peer, "was silent for 7.4 s")
+        if comes_again:
+            await other.register(described())
+        one._conversation._greet()  # as its heartbeat does
+        refused = await pushed
+        assert not refused.settled
+        assert (refused.status, code(refused)) == (Status.REJECTED, why)
+        assert memory.holds(2, 0x42)
+        gate.set()
+        assert await one.settled("r", 20)
+        assert memory.holds(2, 0x21), "it was touched after the refusal"
 
 
 # --- lives ----------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from tests.daemon.test_engines import running, serving
+from tests.integration.own_memory import write
 from tests.support.blobs import put
+from transferd import Status
 from transferd.blocks.formats import ObjectNamer
 from transferd.config import from_tree
+from transferd.daemon import lookup
 from transferd.daemon.holdings import Holdings
 from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
@@ -122,7 +127,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
     """An engine as Holdings sees it. uid: who registered it; None: that of [cache]."""
     space = f"m/{name}"
 
-    def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
+    async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
         return [[f"{space}/{generation}/{key}/{rank}" for rank in (0, 1)] for key in keys]
 
     return SimpleNamespace(
@@ -131,9 +136,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
         objects=SimpleNamespace(space=space),
         registration=None if uid is None else object(),
         dispatcher=SimpleNamespace(generation=generation),
-        object_names=lambda keys, generation: [
-            [f"{space}/{generation}/{key}/{rank}" for rank in (0, 1)] for key in keys
-        ],
+        object_names=object_names,
     )
 
 
@@ -154,7 +157,7 @@ async def full() -> AsyncIterator[Holdings]:
     held = Holdings(config, storage)
     for each in (OWN, ALICES, BOBS):
         held.came(each)
-        names = [name for names in each.object_names(["k1", "k2"], "g") for name in names]
+        names = [name for names in await each.object_names(["k1", "k2"], "g") for name in names]
         use = Use(owner=each.owner)
         blobs = [Blob(name, memoryview(bytes(10)), use, depth) for depth, name in enumerate(names)]
         assert await put(storage, blobs) == [STORED] * 4
@@ -296,6 +299,44 @@ def test_where_a_block_is_only_those_may_ask_who_may_purge_it() -> None:
         assert refused.value.reason == "not_yours"
 
 
+# --- many keys ------------------------------------------------------------------------------------
+
+
+async def test_names_of_many_keys_are_made_piece_by_piece_each_in_a_turn_of_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a look-up: all that one request may name at once would keep every engine waiting."""
+    monkeypatch.setattr(lookup, "PIECE", 2)
+    keys, pieces, turn, loop = [f"k{number}" for number in range(6)], list[tuple[int, int]](), [0], get_running_loop()
+
+    def tick() -> None:
+        turn[0] += 1
+        loop.call_soon(tick)
+
+    endpoint = f"ipc://{tmp_path}/s"
+    async with running(endpoint, engines={"pin_share": 0.5}) as daemon, serving(endpoint, "e") as (one, _):
+        assert (await one.submit(write("w", keys, list(range(6))))).status is Status.OK
+        [engine] = daemon.engines.all
+        held, prefetches, ids = daemon.engines.holdings, daemon.engines.prefetches, engine.objects.ids
+
+        def counted(some: Sequence[str]) -> list[str]:
+            pieces.append((turn[0], len(some)))
+            return ids(some)
+
+        monkeypatch.setattr(engine.objects, "ids", counted)
+        tick()
+        assert await held.pin(engine, wire.Pin(keys, 60.0)) == 6
+        leased = await held.lease(os.geteuid(), engine, wire.Exists(keys, lease=60.0))
+        assert (leased.there, leased.places and leased.places.where) == ([True] * 6, [None] * 6)
+        await held.unpin(engine, wire.Unpin(keys))
+        brought = await prefetches.run(b"1", engine, wire.Prefetch("p", keys, "memory", 60.0))
+        assert brought.block_ids == list(range(6))
+        prefetches.left(b"1")
+        assert (await held.purge(client(0), wire.Purge(keys=keys, engine="e")))["objects"] == 6
+    assert [size for _, size in pieces] == [2] * 3 * 6, "of the lease's look-up, too"
+    assert len({turn for turn, _ in pieces}) == len(pieces), "never two in one turn"
+
+
 # --- who is told where blocks lie -----------------------------------------------------------------
 
 
@@ -303,13 +344,13 @@ def of_ranks(count: int, storage: Storage | None = None) -> Any:
     """An engine. storage: what its look-ups ask."""
     namer = ObjectNamer("m", "f")
 
-    def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
+    async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
         return [[name] * count for name in namer.names(generation, namer.ids(keys), 3)]
 
     async def exists(keys: Sequence[str], *, use: bool) -> list[bool]:
         assert use
         assert storage is not None
-        return await storage.exists([names[0] for names in object_names(keys, "g")])
+        return await storage.exists([names[0] for names in await object_names(keys, "g")])
 
     return SimpleNamespace(
         owner=EngineOwner("a", ME),
@@ -335,7 +376,7 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
     _, storage = create_storages(config)
     assert storage is not None
     await storage.open()
-    [[name]] = of_ranks(1).object_names(["k"], "g")
+    [[name]] = await of_ranks(1).object_names(["k"], "g")
     one = Blob(name, memoryview(bytearray(1000)), Use(), 0)
     assert [outcome.found for outcome in await put(storage, [one])] == [Found.STORED]
     if isinstance(storage, LevelsStorage):
@@ -363,7 +404,7 @@ async def test_a_read_lease_keeps_an_object_like_a_pin_and_no_disk_is_told(tmp_p
     assert storage is not None
     await storage.open()
     engine = of_ranks(1, storage)
-    [[name]] = engine.object_names(["k"], "g")
+    [[name]] = await engine.object_names(["k"], "g")
     await put(storage, [Blob(name, memoryview(bytearray(1000)), Use(), 0)])
     held, listed = Holdings(config, storage), tmp_path / "orders"
     before = listed.exists() and listed.stat()

@@ -97,6 +97,25 @@ async def test_each_client_of_a_process_that_ended_is_lost_once() -> None:
         assert descriptors() <= before
 
 
+async def test_a_silent_client_whose_loss_ends_another_one_too_does_not_end_the_looking() -> None:
+    told: list[bytes] = []
+
+    def lost(peer: bytes) -> None:
+        told.append(peer)
+        for gone in (peer, b"2"):  # nobody reads on its connection, which the loss of the first one shows
+            watched.clients.leave(gone)
+
+    watched = watching({b"1": None, b"2": None, b"3": None}, lost)
+    watched.now = lambda: 2000.0
+    watched._due = 2000.0
+    watched._look()
+    assert told == [b"1", b"3"]
+    watched.clients.meet(b"4", 2000.0)
+    watched._look()
+    assert watched._timer, "it looks again"
+    watched.close()
+
+
 @pytest.mark.parametrize("pid", [None, 0, 2**22 + 1])  # on tcp; in another PID namespace; gone
 async def test_a_process_that_cannot_be_watched_is_left_to_its_silence(pid: int | None) -> None:
     before = descriptors()

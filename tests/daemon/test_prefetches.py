@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,13 +36,17 @@ class FakeEngine(SimpleNamespace):
     __eq__ = object.__eq__
 
 
+async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
+    return names(list(keys)) if generation == "g" else []
+
+
 def engine(name: str = "e") -> Any:
     return FakeEngine(
         owner=name,
         dispatcher=SimpleNamespace(generation="g"),
         objects=SimpleNamespace(parts=PARTS),
         workers=[SimpleNamespace(rank=rank) for rank in range(RANKS)],
-        object_names=lambda keys, generation: names(list(keys)) if generation == "g" else [],
+        object_names=object_names,
     )
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import write
 from transferd import Status
+from transferd.daemon.stats import report_of
+from transferd.runtime.loop_turns import finished
 from transferd.runtime.version import VERSION
 
 CACHE = {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4, "device_blocks": 4, "host_blocks": 4}
@@ -49,3 +51,19 @@ async def test_counts_of_an_engine_that_left_stay_in_the_sums(tmp_path: Path) ->
         told = daemon.stats()
     assert told["engines"] == {}
     assert told["tasks"]["ok"] == 1
+
+
+async def test_an_engine_that_leaves_while_a_report_is_made_counts_once(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/s"
+    async with running(endpoint) as daemon:
+        async with serving(endpoint, "a") as (one, _):
+            assert (await one.submit(write("w", ["k"], [0]))).status is Status.OK
+            assert (await one.submit(write("x", ["k"], [99]))).status is Status.REJECTED
+            work = report_of(daemon)
+            next(work)
+            await one.unregister()
+        await daemon.engines.settled()
+        report = finished(work)
+        after = daemon.report()
+    assert (report.tasks, report.rejects) == (after.tasks, after.rejects)
+    assert (report.tasks["ok"], report.totals.done, report.lanes["write"].done) == (1, 1, 1)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import errno
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
+
+from transferd.runtime import heap
+from transferd.runtime.compat import wait_for
 
 MIB = 1024**2
 PROGRAM = """
@@ -49,3 +55,30 @@ def test_what_a_burst_has_taken_is_given_back_once_it_is_freed() -> None:
     taken, left = map(int, done.stdout.split())
     assert taken > 256 * MIB
     assert left < 64 * MIB
+
+
+@pytest.mark.parametrize(
+    "looks",
+    [
+        [1 << 40, (1 << 40) + heap.MUCH + 1],  # a process of 1 TiB is no reason to keep more
+        [OSError(errno.EMFILE, "no descriptor is left"), 0, OSError(errno.EMFILE, "again"), heap.MUCH + 1],
+    ],
+)
+async def test_the_same_growth_is_trimmed_in_every_process_and_a_look_that_fails_is_made_again(
+    looks: Sequence[int | OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed, loop, each = asyncio.Event(), asyncio.get_running_loop(), iter(looks)
+
+    def own() -> int:
+        look = next(each, looks[-1])
+        if isinstance(look, OSError):
+            raise look
+        return look
+
+    monkeypatch.setattr(heap, "LOOK_S", 0.0)
+    monkeypatch.setattr(heap, "_own", own)
+    monkeypatch.setattr(heap, "trim", lambda: loop.call_soon_threadsafe(trimmed.set))
+    trimming = asyncio.ensure_future(heap.keep_trimmed())
+    await wait_for(trimmed.wait(), 20)
+    assert not trimming.done()
+    trimming.cancel()

@@ -286,6 +286,8 @@ class ResultCache:
             packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # an exact copy: msgspec over-allocates
         except UnicodeEncodeError:  # a lone surrogate, as in an error about a file's name
             return
+        if (expired := self._kept.pop(result.task_id, None)) is not None:
+            self.nbytes -= expired.nbytes
         kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)

@@ -121,6 +121,7 @@ class CacheMemory:
         self._ranks = [_RankMemory(number, worker) for number, worker in enumerate(self.core.workers)]
         self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
+        self._going: set[Callable[[_MappedOffer], bool]] = set()  # they find offers that will be unmapped
         self._changes: set[asyncio.Task[Any]] = set()
         self._mappings = Mappings(len(self._ranks), self.core.mappings, self.core.clock.monotonic)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
@@ -192,11 +193,15 @@ class CacheMemory:
 
     async def _announce(self) -> None:
         """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
-        if not self._started or self.missing or self.cleared or self._closing.is_set():
-            return
-        if self.tokens is not None:
+        if self._whole and self.tokens is not None:
             await self.tokens.ready()
-        self.core.announce_ready()
+        if self._whole:  # nothing has gone meanwhile
+            self.core.announce_ready()
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every rank has memory that stays."""
+        return self._started and not (self.missing or self._going or self.cleared or self._closing.is_set())
 
     # --- sharing ------------------------------------------------------------------------------------
 
@@ -236,16 +241,16 @@ class CacheMemory:
         and offers without a canary.
         """
         data, canary = taken_from(handle.data)
-        offered = DeviceHandle(handle.kind, data)
-        return await self._finished(self._offer(client, self._rank(rank), offered, epoch, canary))
+        offered, held = DeviceHandle(handle.kind, data), self._rank(rank)
+        if self.creator is Creator.DAEMON:
+            what = "the daemon creates the cache here (cache.ownership); attach to it"
+            raise RequestError(what, code="not_attachable")
+        self._offering.append(client)  # not in `_offer`: the client may leave before that begins
+        return await self._finished(self._offer(client, held, offered, epoch, canary))
 
     async def _offer(
         self, client: bytes, rank: _RankMemory, handle: DeviceHandle, epoch: int, canary: Canary | None
     ) -> str | None:
-        if self.creator is Creator.DAEMON:
-            what = "the daemon creates the cache here (cache.ownership); attach to it"
-            raise RequestError(what, code="not_attachable")
-        self._offering.append(client)
         try:
             if canary is not None:
                 await self._host_memory.wait()  # its block is read into staging
@@ -322,7 +327,7 @@ class CacheMemory:
                 rank.worker.leaving()
             what = f"the engine that owned the memory of {named_ranks(numbers)} has gone"
             self.core.withdraw(ErrorInfo(EngineGone.code, what), end=True)
-            self._begin(self._let_go(lambda offer: offer.client == client))
+            self._let_go(lambda offer: offer.client == client)
 
     def lost(self, number: int, cause: str) -> bool:
         """Replace a rank's memory that was truncated. Returns False for a device that has no such memory.
@@ -343,7 +348,10 @@ class CacheMemory:
             remedy = "it is made anew, attach again" if ours else "offer other memory"
             error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
             self.core.withdraw(error, end=True)
-            self._begin(self._made_anew(error) if ours else self._let_go(lambda held: held is offer))
+            if ours:
+                self._begin(self._made_anew(error))
+            else:
+                self._let_go(lambda held: held is offer)
         return True
 
     async def _made_anew(self, lost: ErrorInfo) -> None:
@@ -370,10 +378,16 @@ class CacheMemory:
             with contextlib.suppress(TimeoutError):
                 await wait_for(self._closing.wait(), AGAIN_S)
 
-    async def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
+    def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
+        """Unmap offered memory once no task uses it. Until then the cache is not ready, whatever is offered."""
+        self._going.add(which)
+        self._begin(self._unmapped(which)).add_done_callback(lambda _: self._going.discard(which))
+
+    async def _unmapped(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
             await self.core.empty()
             await self._withdraw([rank for rank in self._ranks if rank.offer is not None and which(rank.offer)])
+            self._going.discard(which)
             with contextlib.suppress(TransferError):  # from token-indexed storage; the next offer tries again
                 await self._announce()  # the same engine may have offered the same memory on another connection
 
@@ -472,7 +486,7 @@ class CacheMemory:
                 rank.present = self.creator is Creator.DAEMON
             self.cleared = None
             log.info("cache restored", engine=self.core.engine, epoch=self.epoch, generation=generation)
-            if not (self.missing or self._closing.is_set()):
+            if self._whole:
                 self.core.announce_ready()
             return self.epoch
 

@@ -24,6 +24,7 @@ from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher, DispatchStatistics
 from transferd.control.engine_bounds import Total
 from transferd.control.order import Claim
+from transferd.daemon import lookup
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners
@@ -93,7 +94,7 @@ class Shared:
     inline_check_bytes: int = INLINE_CHECK_BYTES
     claims: Claims = field(default_factory=Claims)  # on the device memory of all engines
     ranges: ByteRanges[Claim] = field(default_factory=ByteRanges)  # the windows of their tasks
-    pieces: OneATurn = field(default_factory=OneATurn)  # of long look-ups
+    pieces: OneATurn = field(default_factory=OneATurn)  # of requests with many keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -388,11 +389,14 @@ class HostedEngine:
         await every(worker.close() for worker in self.workers)
         self.dispatcher.results.clear()  # nobody can ask for them, and an engine stays until the collector comes
 
-    def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
-        """For each key, the names of all objects that its block has on this node."""
-        ids, parts = self.objects.ids(keys), [part.suffix for part in self.objects.parts]
-        ranks = [self.objects.names(generation, ids, worker.context.object_rank) for worker in self.workers]
-        return [[name + part for name in of_ranks for part in parts] for of_ranks in zip(*ranks, strict=True)]
+    async def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
+        """For each key, the names of all objects that its block has on this node; of many keys in pieces, as Lookup."""
+        parts, blocks = [part.suffix for part in self.objects.parts], list[list[str]]()
+        async for piece in self.shared.pieces.each(keys, lookup.PIECE):
+            ids = self.objects.ids(piece)
+            ranks = [self.objects.names(generation, ids, worker.context.object_rank) for worker in self.workers]
+            blocks += ([name + part for name in of_ranks for part in parts] for of_ranks in zip(*ranks, strict=True))
+        return blocks
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
@@ -76,6 +77,10 @@ class Departed:
     corrupt: int = 0
     missed: int = 0
     lanes: dict[str, KindReport] = field(default_factory=dict)
+
+    def copy(self) -> Departed:
+        """As it is now: later engines do not count in it."""
+        return dataclasses.replace(self, tasks=Counter(self.tasks), rejects=Counter(self.rejects))
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
@@ -312,11 +317,12 @@ class Engines:
             building = self._begun(name, client, asked)
         engine = there if building is None else await self._built(building)
         assert engine is not None
-        if self._by_name.get(name) is engine:
-            self.join(client, wire.Hello(name, engine.token))
-            if client.engine is not engine:
-                raise RequestError(self.absent(client), code="not_yours")
-            self.hold(client)
+        if self._by_name.get(name) is not engine:
+            raise EngineGone(f"the engine {name!r} was given up while it was built")
+        self.join(client, wire.Hello(name, engine.token))
+        if client.engine is not engine:
+            raise RequestError(self.absent(client), code="not_yours")
+        self.hold(client)
         return {"epoch": engine.cache.epoch, "registered": engine.first_epoch}
 
     def _check_same(self, name: str, before: Registrant | None, asked: wire.Register, *, shared: bool = True) -> None:
@@ -460,11 +466,15 @@ class Engines:
                     client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
-            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(self._closed(engine, why))
+            work = self._closed(engine, why, self._building.get(engine.name))
+            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(work)
         return leaving
 
-    async def _closed(self, engine: HostedEngine, why: ErrorInfo) -> None:
+    async def _closed(self, engine: HostedEngine, why: ErrorInfo, building: Building | None) -> None:
+        """building: what may still open it. Memory that this makes once the engine has ended would be nobody's."""
         try:
+            if building is not None:
+                await asyncio.wait([building.task])
             await engine.end(why)
             log.info("engine has left", engine=engine.name)
         except TransferError as error:
@@ -482,6 +492,21 @@ class Engines:
         for engine in [engine for engine in self.all if engine.name == name]:
             await engine.coordinator.settled(task_id)
 
+    @property
+    def leaving(self) -> bool:
+        """Whether any engine is leaving."""
+        return bool(self._leaving)
+
+    def check_left(self, name: str, task_id: str) -> None:
+        """Raise RequestError if a leaving engine of this name may still touch a block for this task."""
+        if not all(engine.dispatcher.settled(task_id) for engine in self._leaving if engine.name == name):
+            what = f"the engine {name!r} that had this task is leaving, and a rank of it still copies"
+            raise RequestError(what, code=EngineGone.code)
+
+    def is_settled(self, name: str, task_id: str) -> bool:
+        """Whether `task_settled` would return at once."""
+        return all(engine.dispatcher.settled(task_id) for engine in self.all if engine.name == name)
+
     async def some_settled(self, name: str, task_ids: Sequence[str]) -> list[str]:
         """Wait until some of these tasks are settled, as `task_settled` does for one; return all that are.
 
@@ -489,8 +514,7 @@ class Engines:
         events something.
         """
         while True:
-            engines = [engine.dispatcher for engine in self.all if engine.name == name]
-            if settled := [one for one in task_ids if all(engine.settled(one) for engine in engines)]:
+            if settled := [one for one in task_ids if self.is_settled(name, one)]:
                 return settled
             with contextlib.suppress(TimeoutError):
                 await wait_for(self.task_settled(name, task_ids[0]), LOOK_S)

@@ -125,7 +125,7 @@ class Holdings:
 
     async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
         """Pin those blocks that every rank has."""
-        keeper, blocks = self._keeper, self._blocks(engine, asked.keys)
+        keeper, blocks = self._keeper, await self._blocks(engine, asked.keys)
         whole = [names for names in blocks if None not in keeper.depths(names)]
         depths = [keeper.depths(names)[0] for names in whole]
         held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
@@ -139,32 +139,35 @@ class Holdings:
     async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
         there = await engine.lookup.exists(asked.keys, use=asked.use)
-        blocks = self._blocks(engine, asked.keys)
+        generation = engine.dispatcher.generation
+        blocks = await self._blocks(engine, asked.keys, generation)
         names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
         with contextlib.suppress(RequestError):  # then it is not kept from being evicted
             self._keeper.hold(owner, names, asked.lease, self._pin_share)
         tells = uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
-        return Leased(there, self._places(engine, names) if tells else None)
+        return Leased(there, self._places(engine, generation, names) if tells else None)
 
-    def _places(self, engine: HostedEngine, names: Sequence[str]) -> BlockPlaces:
+    def _places(self, engine: HostedEngine, generation: str, names: Sequence[str]) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""
         assert self._storage is not None
         found = list(map(self._storage.index.place_of, names))
         numbers = {place: number for number, place in enumerate(dict.fromkeys(one for one in found if one is not None))}
         where = [None if place is None else numbers[place] for place in found]
-        about = engine.identity.model, engine.identity.fingerprint, engine.dispatcher.generation
+        about = engine.identity.model, engine.identity.fingerprint, generation
         return BlockPlaces(*about, engine.workers[0].context.object_rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
-        keeper, blocks = self._keeper, None if asked.keys is None else self._blocks(engine, asked.keys)
+        keeper, blocks = self._keeper, None if asked.keys is None else await self._blocks(engine, asked.keys)
         names = None if blocks is None else [name for names in blocks for name in names]
         for owner in (engine.owner, LeaseOwner(engine.owner)):
             await keeper.unpin(owner, names)
 
-    def _blocks(self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
+    async def _blocks(
+        self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None
+    ) -> list[list[str]]:
         check_keys(keys)
         now = engine.dispatcher.generation
-        return engine.object_names(keys, now if generation is None else generation)
+        return await engine.object_names(keys, now if generation is None else generation)
 
     # --- purges -------------------------------------------------------------------------------------
 
@@ -180,7 +183,7 @@ class Holdings:
         owners = self._owners(client, asked.engine)
         names = None
         if asked.keys is not None:
-            blocks = self._blocks(self._named(client, asked.engine), asked.keys, asked.generation)
+            blocks = await self._blocks(self._named(client, asked.engine), asked.keys, asked.generation)
             names = frozenset(name for names in blocks for name in names)
         generation = asked.generation if names is None else None
         total, by = Purged(), _by(client, asked.engine)

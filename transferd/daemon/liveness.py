@@ -119,7 +119,9 @@ class Liveness:
         # If we are late, this process was stalled, and messages of clients may be unread in the socket.
         if now - self._due < self.timeout / 4:
             for client in self.clients:
-                silent_s = now - self.clients[client].seen_at
+                if (known := self.clients.get(client)) is None:  # it went with one that was lost before it
+                    continue
+                silent_s = now - known.seen_at
                 if silent_s > self.timeout * (LIVING if self._lives(client) else 1):
                     self.clients.recorder.aside("", "client silent", client)
                     self._lose(client, f"was silent for {silent_s:.1f} s", why="silent", silent_s=round(silent_s, 3))

@@ -109,10 +109,8 @@ class Lookup:
         generation, ranks = self.dispatcher.generation, [worker.context.object_rank for worker in self.workers]
         at_once = at_once or len(keys) <= PIECE or storage.index.find([], None) is None
         names: list[list[str]] = [[] for _ in ranks]
-        for start in range(0, max(len(keys), 1), PIECE):
-            if len(keys) > PIECE:
-                await self.pieces.turn()
-            ids = self.objects.ids(keys[start : start + PIECE])
+        async for piece in self.pieces.each(keys, PIECE):
+            ids = self.objects.ids(piece)
             for mine, rank in zip(names, ranks, strict=True):
                 mine += self.objects.names(generation, ids, rank)
             if not at_once:

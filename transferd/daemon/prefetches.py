@@ -140,7 +140,7 @@ class EnginePrefetches:
         """Its result: that of a read that needs no prefix; block ids are positions in `keys`."""
         began, asked, bringing = self._clock.monotonic(), one.asked, one.bringing
         generation = engine.dispatcher.generation
-        blocks = engine.object_names(asked.keys, generation)
+        blocks = await engine.object_names(asked.keys, generation)
         sizes = [part.stop - part.start for part in engine.objects.parts] * len(engine.workers)
         error: TransferError | None = None
         if bringing is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import ServerSection
+from transferd.config import DEFAULT_ENGINE, ServerSection
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
@@ -130,7 +130,8 @@ class Server:
                 self._refuse(peer, wire.Malformed(OTHER_CONNECTION, code=wire.STALE_SESSION, seq=seq))
                 return
             self.clients.tell_of_session(client)
-        if not client.belongs and not isinstance(body, wire.OfAnyone) and not self._bound(client, seq, body):
+        unsure = not client.belongs or self.engines.leaving
+        if unsure and not isinstance(body, wire.OfAnyone) and not self._bound(client, seq, body):
             return
         if not client.holds and isinstance(body, HOLD):
             self._liveness.watch_process(peer)
@@ -175,6 +176,8 @@ class Server:
         """Whether this client may make this request of its engine. If not, it gets a refusal."""
         try:
             self.engines.bound(client, control=isinstance(body, wire.OfUser))
+            if isinstance(body, Task) and self.engines.leaving:
+                self.engines.check_left(client.engine_name, body.task_id)
         except RequestError as error:
             if not client.behind:
                 self._refuse(client.peer, _malformed(str(error), error.reason, seq, body))
@@ -202,6 +205,8 @@ class Server:
             error=info,
             generation="" if engine is None else engine.coordinator.generation,
             boot_id=self.clients.boot_id,
+            # an engine of its name may be leaving, with this task in a copy
+            settled=client is None or self.engines.is_settled(client.engine_name or DEFAULT_ENGINE, error.task_id),
         )
         self._send(peer, error.seq, wire.Result(result))
 

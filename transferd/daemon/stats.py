@@ -70,6 +70,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     engines, own, storage, log = parts.engines.all, parts.engines.own, _storage(parts), parts.tasks
     each: dict[HostedEngine, DispatchStatistics] = {}
     ranks, kinds, found = {}, {}, {}
+    departed = parts.engines.departed.copy()  # an engine that leaves before the report is made is among `engines`
     for engine in engines:
         dispatch = each[engine] = engine.dispatcher.statistics()
         ranks[engine] = engine.ranks(dispatch)
@@ -77,16 +78,16 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         found[engine] = _engine(engine, dispatch, parts, kinds[engine], storage)
         yield
     all_tasks, server, lines = list(each.values()), parts.server.statistics(), logs.statistics()
-    lanes = together([*kinds.values(), parts.engines.departed.lanes])
+    lanes = together([*kinds.values(), departed.lanes])
     for name, kind in lanes.items():
         yield
         with_rates(kind, parts.windows.recent(None, name))
     yield
     totals = _total(parts.windows, lanes)
-    turned_away = parts.engines.departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
+    turned_away = departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
     yield
     sums = {name: sum(getattr(one, name) for one in all_tasks) for name in SUMS}
-    tasks = _counted(all_tasks, "tasks", parts.engines.departed.tasks)
+    tasks = _counted(all_tasks, "tasks", departed.tasks)
     rejects = _counted(all_tasks, "rejects", turned_away)
     yield
     host, staging = _host(parts.engines, own), _staging(engines)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 LOOK_S = 10.0
-MUCH = 32 * 1024**2  # bytes of growth that are worth a trim, or a quarter if that is more
+MUCH = 32 * 1024**2  # bytes of growth that are worth a trim
 
 
 def trim() -> None:
@@ -27,22 +27,24 @@ def trim() -> None:
 async def keep_trimmed() -> None:
     """Trim the heap whenever this process's own memory has grown by much, until cancelled.
 
-    What has grown may be freed later, which nothing tells. So it is trimmed again, each time after twice the pause: a
-    trim looks at all free pieces, and whoever allocates waits for it.
+    While memory only grows, few of its pieces are free, and a trim costs little. What has grown may be freed later,
+    which nothing tells. So it is trimmed again, each time after twice the pause: a trim looks at all free pieces, and
+    whoever allocates waits for it. The pauses have no bound: what was held for long goes back within about as long
+    again.
     """
-    kept, pause, again = _own(), LOOK_S, math.inf
+    kept, pause, again = math.inf, LOOK_S, math.inf
     while True:
-        await asyncio.sleep(LOOK_S)
-        now, own = time.monotonic(), _own()
-        kept = min(kept, own)
-        if own > kept + max(MUCH, kept // 4):
-            pause, again = LOOK_S, now
-        if now >= again:
-            with contextlib.suppress(RuntimeError):  # the process may start no more threads
+        with contextlib.suppress(OSError, RuntimeError):  # no descriptor or thread is left now: it looks again
+            now, own = time.monotonic(), _own()
+            kept = min(kept, own)
+            if own > kept + MUCH:
+                pause, again = LOOK_S, now
+            if now >= again:
                 await asyncio.to_thread(trim)
-            kept = _own()
-            pause *= 2
-            again = now + pause
+                kept = _own()
+                pause *= 2
+                again = now + pause
+        await asyncio.sleep(LOOK_S)
 
 
 def _own() -> int:

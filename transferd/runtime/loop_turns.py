@@ -19,7 +19,7 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator, Sequence
 from typing import Any, Protocol, TypeVar
 
 TURN_S = 0.004
@@ -150,6 +150,13 @@ class OneATurn:
         """Wait until this piece may run."""
         await self._taken.acquire()
         asyncio.get_running_loop().call_soon(self._taken.release)
+
+    async def each(self, items: Sequence[T], size: int) -> AsyncIterator[Sequence[T]]:
+        """These in pieces of `size`, each in its turn; one piece, which may be empty, comes at once."""
+        for start in range(0, max(len(items), 1), size):
+            if len(items) > size:
+                await self.turn()
+            yield items[start : start + size]
 
 
 def finished(work: Generator[None, None, T]) -> T:
