@@ -20,9 +20,9 @@ sys.path.insert(0, str(ROOT))
 
 from tests.daemon.test_engines import Memory, described  # noqa: E402
 from tests.integration.own_memory import read, write  # noqa: E402
-from tests.integration.test_task_names import free_port  # noqa: E402
 from tests.support.browser import Browser  # noqa: E402
 from transferd import Client  # noqa: E402
+from transferd.cli.pool.master import free_port  # noqa: E402
 from transferd.client.launch import running  # noqa: E402
 
 RANKS, BLOCKS = 2, 8

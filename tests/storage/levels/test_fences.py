@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from transferd.storage.levels import fences as module
 from transferd.storage.levels.fences import Fences
@@ -11,7 +11,8 @@ from transferd.storage.lru import Use
 from transferd.storage.selection import Selection
 
 
-class Level(NamedTuple):
+@dataclass
+class Level:
     """Where a copy has read its object."""
 
     number: int
