@@ -26,7 +26,7 @@ from transferd.storage.levels import level, parts, write_back
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.paths import path_of
-from transferd.storage.queues import EngineOwner
+from transferd.storage.queues import EngineOwner, space_of
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
 
@@ -405,6 +405,25 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
     await store.levels.flush(10)
     assert (await keeper.purge(Selection(owner=me))).objects == 2
     assert files.find([name(1)], None) == [False]
+
+
+async def test_a_purge_knows_the_uses_that_have_yet_to_reach_lower_levels(open_storage: Open, tmp_path: Path) -> None:
+    """What files have from an earlier life is its first user's."""
+    me = EngineOwner("me", 1)
+    slot = memoryview(bytearray(b"a" * 100))
+    earlier = await open_storage(FileStorage(file_config(tmp_path, 2**20)))
+    assert await earlier.storage.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
+    await earlier.storage.close()
+    files = FileStorage(file_config(tmp_path, 2**20))
+    store = await open_storage(stack(MemoryStorage(memory_config(2**20)), files))
+    assert files.find([name(1)], None) == [True]
+    keeper = store.storage.keeper
+    assert keeper is not None
+    keeper.claim(me, space_of(name(1)), 0.0)
+    for one in (name(2), name(1)):  # uses are passed now and then: the second one waits
+        assert await store.storage.store([Item(one, 100, Use(owner=me))], None, [slot]) == [STORED]
+    assert (await keeper.purge(Selection(owner=me))).objects >= 3
+    assert await store.storage.exists([name(1)]) == [False]
 
 
 @pytest.mark.parametrize("how", ["load", "prefetch"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
@@ -23,8 +23,10 @@ COPIES_S = 10.0  # how long a pin waits for the copies of what it pins
 class LevelsKeeper(Keeper):
     """The keepers of the levels as one. A share is kept in each level, and a pin is of the object, wherever it is."""
 
-    def __init__(self, parts: StackParts, proving: Proving) -> None:
+    def __init__(self, parts: StackParts, proving: Proving, pass_uses: Callable[[], None]) -> None:
+        """pass_uses: pass the uses of faster levels to those below now; they decide whose an object is, and how old."""
         self._parts = parts
+        self._pass_uses = pass_uses
         self._proving = proving
         each = [(level, level.storage.keeper) for level in parts.levels]
         self._all = [keeper for _, keeper in each if keeper is not None]
@@ -43,6 +45,7 @@ class LevelsKeeper(Keeper):
 
         A level that cannot remove objects keeps them, for others; it is in `Purged.shared`, and hides them here.
         """
+        self._pass_uses()
         if dry_run:
             return await self._of_all(selection, by, dry_run=True)
         parts = self._parts

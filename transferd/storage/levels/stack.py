@@ -164,7 +164,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     @functools.cached_property
     def keeper(self) -> LevelsKeeper:
-        return LevelsKeeper(self._parts, self._proving)
+        return LevelsKeeper(self._parts, self._proving, self._touch_now)
 
     @property
     def levels(self) -> Levels:
