@@ -407,8 +407,11 @@ async def test_a_copy_that_is_made_again_has_the_owner_of_what_is_above(open_sto
     assert files.find([name(1)], None) == [False]
 
 
-async def test_a_purge_knows_the_uses_that_have_yet_to_reach_lower_levels(open_storage: Open, tmp_path: Path) -> None:
+async def test_a_purge_knows_the_uses_that_have_yet_to_reach_lower_levels(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What files have from an earlier life is its first user's."""
+    monkeypatch.setattr("transferd.storage.levels.stack.TOUCH_S", 3600.0)
     me = EngineOwner("me", 1)
     slot = memoryview(bytearray(b"a" * 100))
     earlier = await open_storage(FileStorage(file_config(tmp_path, 2**20)))
@@ -420,7 +423,7 @@ async def test_a_purge_knows_the_uses_that_have_yet_to_reach_lower_levels(open_s
     keeper = store.storage.keeper
     assert keeper is not None
     keeper.claim(me, space_of(name(1)), 0.0)
-    for one in (name(2), name(1)):  # uses are passed now and then: the second one waits
+    for one in (name(2), name(1)):  # the first use is passed at once, and the second one waits
         assert await store.storage.store([Item(one, 100, Use(owner=me))], None, [slot]) == [STORED]
     assert (await keeper.purge(Selection(owner=me))).objects >= 3
     assert await store.storage.exists([name(1)]) == [False]
