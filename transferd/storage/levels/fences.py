@@ -22,7 +22,7 @@ from transferd.storage.selection import Selection
 MOST, MOST_DAMAGED = 128, 4096  # fences of purges, and objects, that are remembered; what began before commits nothing
 
 
-class Source(Protocol):
+class CopySource(Protocol):
     """The level in which a copy has read its object."""
 
     number: int
@@ -66,7 +66,7 @@ class Fences:
         if len(self._damaged) > MOST_DAMAGED:
             self._forgotten = max(self._forgotten, self._damaged.popitem(last=False)[1])
 
-    def forbids(self, name: str, born: int, source: Source | None, store: Use | None = None) -> str:
+    def forbids(self, name: str, born: int, source: CopySource | None, store: Use | None = None) -> str:
         """Why an object must not be committed by what began when `born` was the number of the latest fence; or "".
 
         source: where it was read; None for a store, which `store` is the use of.
