@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
+from zmq.utils import z85
 
 from tests.cli.conftest import transferd
 from transferd.cli.keygen import make_keys
@@ -31,7 +32,7 @@ def test_files_have_the_modes_that_the_daemon_asks_for(tmp_path: Path) -> None:
     assert mode(keys.server_public) == mode(keys.client_public) == 0o644
     server = ServerCurve.load(CurveSection(secret_key_file=keys.server_secret, client_keys_dir=keys.clients_dir))
     client = ClientCurve.load(Path(keys.client_secret), Path(keys.server_public))
-    assert server.allowed == frozenset({client.public_key})
+    assert server.allowed == frozenset({z85.decode(client.public_key)})
 
 
 def test_a_second_client_gets_a_pair_and_the_daemon_keeps_its_own(tmp_path: Path) -> None:

@@ -492,7 +492,7 @@ MUTANTS = (
     Mutant(
         "what began before a purge is committed after it",
         "storage/levels/fences.py",
-        "        if born == self.number:\n",
+        "        if born == self.number and not self._running:\n",
         "        if born <= self.number:\n",
         finder="store_world",
     ),

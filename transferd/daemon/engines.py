@@ -109,6 +109,7 @@ class Engines:
     prefetches: the prefetches of all engines.
     traffic: what engines look up and store.
     acts: what operators and engines have ordered.
+    leaving: the engines that leave now, each with a task that ends when it has left.
     closed: the daemon stops, and no engine may register any more.
     """
 
@@ -127,7 +128,7 @@ class Engines:
         self._by_name: dict[str, HostedEngine] = {}
         self._building: dict[str, Building] = {}  # by name, until all of an engine is there
         self._ended: dict[str, ErrorInfo] = {}  # how registrations ended, by digest of the token, the oldest first
-        self._leaving: dict[HostedEngine, asyncio.Task[None]] = {}
+        self.leaving: dict[HostedEngine, asyncio.Task[None]] = {}
         self.closed = False
         self.acts = Acts(shared.clock.monotonic)
         self.opened = asyncio.Event()  # set once storage is open and engines may register
@@ -153,7 +154,7 @@ class Engines:
     @property
     def all(self) -> list[HostedEngine]:
         """All engines, including those that are leaving."""
-        return [*self._by_name.values(), *self._leaving]
+        return [*self._by_name.values(), *self.leaving]
 
     # --- clients ------------------------------------------------------------------------------------
 
@@ -452,7 +453,7 @@ class Engines:
 
     def _dismiss(self, engine: HostedEngine, why: ErrorInfo, how: str = "") -> asyncio.Task[None]:
         """Remove the engine. how: a code for its clients, if they should not register it again."""
-        leaving = self._leaving.get(engine)
+        leaving = self.leaving.get(engine)
         if leaving is None:
             self._ended.pop(engine.digest, None)
             self._ended[engine.digest] = ErrorInfo(how or why.code, why.message)
@@ -467,7 +468,7 @@ class Engines:
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
             work = self._closed(engine, why, self._building.get(engine.name))
-            leaving = self._leaving[engine] = asyncio.get_running_loop().create_task(work)
+            leaving = self.leaving[engine] = asyncio.get_running_loop().create_task(work)
         return leaving
 
     async def _closed(self, engine: HostedEngine, why: ErrorInfo, building: Building | None) -> None:
@@ -480,7 +481,7 @@ class Engines:
         except TransferError as error:
             log.warning("error while an engine was leaving", engine=engine.name, problem=str(error))
         finally:
-            del self._leaving[engine]
+            del self.leaving[engine]
             self.holdings.left(engine)
             self.departed.take(engine)
             self._shared.tasks.left(engine.name)
@@ -492,14 +493,9 @@ class Engines:
         for engine in [engine for engine in self.all if engine.name == name]:
             await engine.coordinator.settled(task_id)
 
-    @property
-    def leaving(self) -> bool:
-        """Whether any engine is leaving."""
-        return bool(self._leaving)
-
     def check_left(self, name: str, task_id: str) -> None:
         """Raise RequestError if a leaving engine of this name may still touch a block for this task."""
-        if not all(engine.dispatcher.settled(task_id) for engine in self._leaving if engine.name == name):
+        if not all(engine.dispatcher.settled(task_id) for engine in self.leaving if engine.name == name):
             what = f"the engine {name!r} that had this task is leaving, and a rank of it still copies"
             raise RequestError(what, code=EngineGone.code)
 
@@ -521,8 +517,8 @@ class Engines:
 
     async def settled(self) -> None:
         """Wait until every leaving engine has left."""
-        while self._leaving or self._building:
-            await asyncio.wait([*self._leaving.values(), *(one.task for one in self._building.values())])
+        while self.leaving or self._building:
+            await asyncio.wait([*self.leaving.values(), *(one.task for one in self._building.values())])
 
     def _orphaned(self, building: Building, task: asyncio.Task[HostedEngine]) -> None:
         """After a registering client was lost: remove the engine if no other client uses it."""

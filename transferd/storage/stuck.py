@@ -62,12 +62,12 @@ class StuckObjects:
 
         Their removal has ended, also if the write goes on: from here on a purge may remove them.
         """
-        for victim in [*write.victims, *(victim for victim, _ in write.refused)]:
-            del self._effects.busy[victim.name]
         for victim in write.victims:
+            del self._effects.busy[victim.name]
             if not self._unusable():
                 self._index.restore(*victim)
         for victim, error in write.refused:
+            del self._effects.busy[victim.name]
             self._keep(victim, error)
         kept = len(write.victims) + len(write.refused)
         write.victims, write.refused = [], []
