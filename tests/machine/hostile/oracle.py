@@ -18,15 +18,14 @@ from tests.machine.soak.watch import sample
 from transferd import Client
 from transferd.client.launch import DaemonProcess
 
-# Bytes of resident memory above that of the idle daemon. Unread answers may take 256 MiB of it, the store 32,
-# what arrives or waits the rest. Where `pd.listen` is attacked, its own bounds add up to 320 MiB.
-GROWTH = 384 * 1024**2
+GROWTH = 256 * 1024**2  # bytes of resident memory above that of the idle daemon
 LEFT = 128 * 1024**2  # the same, once everybody has left: the store, and what is kept of tasks and clients
 DESCRIPTORS = 16  # above those of the idle daemon, once everybody has left
 QUIET_S = 30.0  # until the daemon has noticed that everybody has left
 LONG_S = 300.0  # after a shorter time nobody waits for memory
 GIVEN_BACK_S = 600.0  # until it has been given back; the daemon's pauses grow while there is nothing to give back
 LOOK_S = 0.1
+GROWTH_OF_TRANSFERS = 384 * 1024**2  # the bounds of `pd.listen` add up to 320 MiB
 SHARED = Path("/dev/shm")
 
 
@@ -48,7 +47,7 @@ class Oracle:
     def __init__(self, daemon: DaemonProcess, of: str = "") -> None:
         self._daemon = daemon
         self._of = of
-        self._growth = GROWTH
+        self._growth = GROWTH if not of else GROWTH_OF_TRANSFERS
         self.name = f"the daemon {of}".rstrip()
         self._idle = sample(daemon.pid)
         self._open = descriptors(daemon.pid)

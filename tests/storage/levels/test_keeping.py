@@ -422,9 +422,11 @@ async def test_a_purge_knows_the_uses_that_have_yet_to_reach_lower_levels(
     assert files.find([name(1)], None) == [True]
     keeper = store.storage.keeper
     assert keeper is not None
-    keeper.claim(me, space_of(name(1)), 0.0)
-    for one in (name(2), name(1)):  # the first use is passed at once, and the second one waits
-        assert await store.storage.store([Item(one, 100, Use(owner=me))], None, [slot]) == [STORED]
+    for engine in (EngineOwner("other", 1), me):
+        keeper.claim(engine, space_of(name(1)), 0.0)
+    assert await store.storage.store([Item(name(2), 100, Use(owner=me))], None, [slot]) == [STORED]
+    await until(lambda: not store.levels._touches, "the first use is passed on at once; the next one waits")
+    assert await store.storage.store([Item(name(1), 100, Use(owner=me))], None, [slot]) == [STORED]
     assert (await keeper.purge(Selection(owner=me))).objects >= 3
     assert await store.storage.exists([name(1)]) == [False]
 
