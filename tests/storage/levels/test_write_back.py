@@ -313,6 +313,21 @@ async def test_an_object_that_is_quarantined_while_it_is_copied_does_not_return(
     assert lost(store) == {"quarantined": 1}
 
 
+async def test_a_quarantine_of_all_copies_ends_after_those_that_run(open_storage: Open) -> None:
+    """A look-up between the end of the copy and its removal found what the quarantine had taken."""
+    store, _, lower = await two(open_storage)
+    lower.gate.clear()
+    assert await store.put((name(1), content(1))) == [STORED]
+    await until(lambda: lower.waiting, "the copy runs")
+    quarantined = asyncio.ensure_future(store.storage.quarantine(name(1)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not quarantined.done()
+    lower.gate.set()
+    await quarantined
+    assert not await there(lower, 1)
+
+
 async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

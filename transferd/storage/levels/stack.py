@@ -389,8 +389,9 @@ class LevelsStorage(Storage, Index, Levels):
     # --- damage -------------------------------------------------------------------------------------
 
     def quarantine(self, name: str) -> Awaitable[object]:
-        """In all levels, because the damaged copy's level is not known."""
-        return every([self.quarantine_at(name, level.number) for level in self.all_levels])
+        """In all levels, because the damaged copy's level is not known. The rest: copies of it that run, and end here."""
+        works = [self.quarantine_at(name, level.number) for level in self.all_levels]
+        return every([*works, self._parts.settled([back for back in self.write_backs if back.copies(name)])])
 
     def quarantine_at(self, name: str, level: int) -> Awaitable[object]:
         """Only in this level, and in the level with a copy of its copy."""

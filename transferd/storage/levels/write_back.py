@@ -292,6 +292,10 @@ class WriteBack:
             await self._change(RETRY_S)
         return self._task is None and not self._closing
 
+    def copies(self, name: str) -> bool:
+        """Whether a copy of this object runs now."""
+        return name in self._copying
+
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
         before = self.answered
