@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.caches import attached_sync
 from transferd import WriteStorageTask
-from transferd.cli.pool.master import free_port, master_executable
+from transferd.cli.pool.master import free_port, master_command, master_executable
 from transferd.cli.pool.status import read_status
 from transferd.client.launch import running
 from transferd.errors import StorageUnavailable
@@ -26,6 +26,14 @@ def transferd(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "transferd", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_a_master_of_several_keeps_the_log_of_changes_wherever_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked the program for its options, and went without them where that took over ten seconds: on a cold disk."""
+    monkeypatch.setattr("transferd.cli.pool.master.master_executable", lambda: "/does/not/answer")
+    command = master_command("127.0.0.1", 1, 2, etcd="127.0.0.1:3,127.0.0.1:4")
+    assert {"--enable_oplog=true", "--etcd_endpoints=127.0.0.1:3;127.0.0.1:4"} <= set(command)
+    assert "--allocation_strategy=local_first" in command
 
 
 @pytest.fixture

@@ -6,12 +6,10 @@ The master keeps metadata only; memory comes from the daemons (`storage.mooncake
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import random
 import shutil
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -77,20 +75,8 @@ def master_command(host: str, port: int, metrics_port: int, lease: str = "5s", e
         # The periodic log line only repeats `pool status` and /metrics.
         "--enable_metric_reporting=false",
         "--logtostderr=true",
-        # Places what a node writes with that node. Older ones refuse the value.
-        *(["--allocation_strategy=local_first"] if _knows(executable, "local_first") else []),
-        *(["--enable_ha=true", f"--etcd_endpoints={etcd.replace(',', ';')}"] if etcd else []),
-        # Without it the next leader knows no object. Older ones have none.
-        *(["--enable_oplog=true"] if etcd and _knows(executable, "enable_oplog") else []),
+        # Places what a node writes with that node.
+        "--allocation_strategy=local_first",
+        # Without the log of changes the next leader knows no object.
+        *(["--enable_ha=true", f"--etcd_endpoints={etcd.replace(',', ';')}", "--enable_oplog=true"] if etcd else []),
     ]
-
-
-@functools.cache
-def _knows(executable: str, word: str) -> bool:
-    """Whether a master's usage has this word."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        usage = subprocess.run(
-            [executable, "--helpmatch=master"], capture_output=True, text=True, timeout=10, check=False
-        )
-        return word in usage.stdout
-    return False
