@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from transferd.storage import journal
+from transferd.storage.found import FoundObjects, UseOrder
 from transferd.storage.journal import MAGIC, UseJournal, hash_of
+from transferd.storage.queues import RESTORED
 
 
 def made(path: Path) -> UseJournal:
@@ -119,3 +121,18 @@ def test_a_grown_journal_is_rewritten_without_old_records(tmp_path: Path, monkey
     one.rewrite(9)
     assert not one.grown
     assert set(known(tmp_path)) == {hash_of(f"n{use}") for use in (9, 10, 11)}
+
+
+def test_what_is_to_go_first_stays_first_when_the_journal_is_rewritten(tmp_path: Path) -> None:
+    one = made(tmp_path)
+    one.note("retired", 5, 0)
+    one.note_continued(5, RESTORED)
+    one.note("live", 6, 0)
+    one.flush()
+    one.rewrite(6)
+    assert known(tmp_path) == {hash_of("retired"): (RESTORED, 0), hash_of("live"): (6, 0)}
+    found = FoundObjects()
+    for name in ("live", "retired"):
+        found.add(name, 1, 0)
+    order = UseOrder.of(found, one.read())
+    assert [each.name for each in order.adopted(0, 2)] == ["retired", "live"]

@@ -5,7 +5,8 @@
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
 object counts. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from then on.
 The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. Records of objects
-that have gone stay until `rewrite`, which drops all records of uses before the first one that still has objects.
+that have gone stay until `rewrite`, which drops all records of uses before the first one that still has objects. Those
+of retired uses (RESTORED) stay until the next start: without one, an object that is to go first would count as new.
 
 After a kill the file is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
 reading stops there. Objects without a record count as more recent than all others, in the order of their age.
@@ -30,6 +31,7 @@ import numpy.typing as npt
 import xxhash
 
 from transferd.storage.opening import READ_FLAGS, opened
+from transferd.storage.queues import RESTORED
 
 MAGIC = b"transferd order 1\n"
 RECORD = np.dtype([("name", "<u8"), ("use", "<u8"), ("depth", "<u4")])
@@ -128,10 +130,10 @@ class UseJournal:
             self._lock.release()
 
     def rewrite(self, first_use: int) -> None:
-        """Write the file anew, without records that were replaced or belong to earlier uses."""
+        """Write the file anew, without records that were replaced or belong to earlier uses, except retired ones."""
         with self._lock:
             records = self.read()
-            self._replace(records[records["use"] >= first_use])
+            self._replace(records[(records["use"] >= first_use) | (records["use"] == RESTORED)])
 
     # --- inside -------------------------------------------------------------------------------------
 
