@@ -132,6 +132,28 @@ async def test_spares_that_somebody_has_removed_or_replaced_do_no_harm(store: Fi
     directory.rmdir()
 
 
+async def test_a_spare_that_is_gone_is_not_taken_again(tmp_path: Path) -> None:
+    """With `fsync`, the first object of each new directory ends its run, and its spare is removed."""
+    store = FileStorage(file_config(tmp_path, 1024**3, fsync=True), threads=ThreadPools(1))
+    await store.open()
+    await stored(store, *range(6))
+    await purge(store)
+    store._directory._pruning.finish()
+    await stored(store, *range(10, 16))
+    await purge(store)
+    free = store._directory._spares._free
+    assert sorted(free) == [str(path) for path in there(tmp_path)]
+    link, directory = there(tmp_path)[:2]
+    for path in (link, directory):
+        path.unlink()
+    link.symlink_to(directory)
+    directory.mkdir()
+    store._directory._spares.give_back([store._directory._spares.take() or "" for _ in range(len(free))])
+    assert sorted(free) == [str(path) for path in there(tmp_path)[2:]]
+    directory.rmdir()
+    await store.close()
+
+
 async def test_the_next_start_removes_what_a_killed_daemon_has_left(tmp_path: Path) -> None:
     (tmp_path / "spares").mkdir()
     for left in ("0", "17", "of somebody"):

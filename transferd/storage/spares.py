@@ -56,8 +56,12 @@ class Spares:
         return None
 
     def give_back(self, spares: Iterable[str]) -> None:
-        """Return what was taken and perhaps not used."""
-        self._free.extend(spares)
+        """Return what was taken and perhaps not used. What cannot be used any more is not taken again."""
+        for path in spares:
+            with contextlib.suppress(OSError):
+                found = os.lstat(path)
+                if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+                    self._free.append(path)
 
     def remove(self) -> int:
         """Remove all spares, and whatever else is called like one, as far as that works. Returns how many."""
