@@ -36,6 +36,7 @@ from transferd.wire import protocol as wire
 
 pack = msgspec.msgpack.encode
 CODES = {"malformed", "unsupported_version", "unknown_type", "bad_value", "too_large", "out_of_memory"}
+TASKS = [kind for kind in BODIES if {"task_id", "timeout"} <= {field.name for field in msgspec.structs.fields(kind)}]
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=8)
@@ -207,6 +208,11 @@ def test_a_task_without_a_field_is_refused_by_the_missing_name(field: str) -> No
 def test_an_unknown_type_is_refused_and_the_task_named(body: dict[str, Any]) -> None:
     error = refusal(message(body))
     assert (error.reason, error.seq, error.task_id) == ("unknown_type", 7, "x")
+
+
+@pytest.mark.parametrize("kind", TASKS, ids=tag_of)
+def test_a_malformed_task_of_a_known_type_is_not_of_an_unknown_type(kind: type) -> None:
+    assert refusal(message({"type": tag_of(kind), "task_id": "x", "timeout": "soon"})).reason == "bad_value"
 
 
 @pytest.mark.parametrize(

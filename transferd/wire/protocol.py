@@ -590,7 +590,7 @@ def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:
     return Offer(rank, kind, msgspec.Raw(_encoder.encode(data)), epoch)
 
 
-_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in (*TASK_TYPES, SparseRead))
+_TASK_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in (*TASK_TYPES, SparseRead, SaltedRead, SaltedWrite))
 _CONTROL_TAGS = frozenset(str(kind.__struct_config__.tag) for kind in CONTROLS)
 
 
