@@ -6,17 +6,21 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from tests.storage.harness import Harness, Open, pool_storage
 from tests.support.blobs import get
 from tests.support.simulation.pool import SIM_MASTER, SimPool
+from tests.support.waits import until
 from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, Blob, Found, Outcomes
-from transferd.storage.mooncake import error_codes, peers
+from transferd.storage.mooncake import MooncakeStorage, error_codes, peers
 from transferd.storage.mooncake.connections import Address
+from transferd.storage.mooncake.layout_records import SLOTS
+from transferd.storage.mooncake.store import PROBE_KEY
 
 NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
 OBJECTS = {"ours": "", "a": NODE, "b": NODE, "c": OTHER}
@@ -120,3 +124,41 @@ async def test_objects_of_a_node_that_is_down_fail_at_once_and_no_others(
     assert (a.error.reason, NODE in str(a.error)) == ("storage_unavailable", True)
     assert c == (FOUND, b"c")
     assert gets(pool) == [["c"]]
+
+
+async def test_a_layout_record_of_a_node_that_hangs_costs_no_other_object(harness: Harness, pool: SimPool) -> None:
+    storage = harness.storage
+    assert isinstance(storage, MooncakeStorage)
+    assert storage._layouts is not None
+    [record] = pool.objects.keys() - OBJECTS.keys()
+    pool.placed[record] = [NODE]
+    storage._section = msgspec.structs.replace(storage._section, timeout=0.05)
+    release = threading.Event()
+
+    def before(operation: str, keys: Sequence[str]) -> None:
+        assert operation != "get" or record not in keys or release.wait(30)
+
+    pool.before = before
+    looking = asyncio.ensure_future(storage._layouts.look())
+    await until(lambda: ("exists", [PROBE_KEY]) in pool.calls or storage._breaker.opened, "it is overdue")
+    assert storage._breaker.opened == 0
+    assert await harness.get(("c", 1), ("ours", 4)) == [(FOUND, b"c"), (FOUND, b"ours")]
+    assert not looking.done()
+    release.set()
+    await looking
+
+
+async def test_a_layout_record_of_a_node_that_is_down_is_not_waited_for_and_its_slot_is_not_free(
+    harness: Harness, pool: SimPool, silent: set[str]
+) -> None:
+    storage = harness.storage
+    assert isinstance(storage, MooncakeStorage)
+    assert storage._layouts is not None
+    [record] = pool.objects.keys() - OBJECTS.keys()
+    pool.placed[record] = [NODE]
+    silent.add(NODE)
+    storage._peers.met({NODE})
+    assert not await storage._peers._answers(storage._peers._known[NODE])
+    free = await storage._layouts._read(range(SLOTS))
+    assert free == list(range(1, SLOTS))
+    assert [record in keys for keys in gets(pool)] == [False]

@@ -20,16 +20,18 @@ import ctypes
 import mmap
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
 from transferd.blocks.formats import quote_part
 from transferd.blocks.layout.base import BlockLayout
 from transferd.errors import StorageError
+from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.loads import Loads
 
 log = structlog.get_logger(__name__)
 
@@ -40,28 +42,25 @@ LOOK_EVERY_S = 1.0
 MOST_WAITING = 1024  # lookups that wait for this check; any more are not counted
 _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 
-Native = Callable[[Callable[[PoolClient], list[int]]], Awaitable[list[int]]]
-
-Met = Callable[[Collection[str]], None]
+Native = Callable[[Callable[[PoolClient], list[int]], int], Awaitable[list[int]]]
 
 
 class LayoutRecords:
     """The layouts of one model in one pool that one daemon has found.
 
     Owns the buffer for records, `nbytes` at `address`: register it before the first `look`, unregister it after
-    `settled`. native: makes one native call; raises StorageError. met: told the nodes whose records were read.
+    `settled` and the last call. native: makes one native call, which moves so many objects; raises StorageError.
+    loads: reads records, each node's apart: one that is silent costs its own.
     """
 
-    def __init__(
-        self, model: str, layout: BlockLayout, native: Native, clock: Clock, met: Met = lambda _: None
-    ) -> None:
+    def __init__(self, model: str, layout: BlockLayout, native: Native, clock: Clock, loads: Loads) -> None:
         self.others: dict[str, str] = {}  # fingerprint: identity
         self.misses = 0  # lookups that another layout could have answered
         self._model = quote_part(model)
         self._layout = layout
         self._native = native
         self._clock = clock
-        self._met = met
+        self._loads = loads
         self._memory = mmap.mmap(-1, SLOTS * RECORD_BYTES)
         self.nbytes = len(self._memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -78,10 +77,10 @@ class LayoutRecords:
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_task(self._find_out())
 
-    async def settled(self) -> None:
-        """Wait until no check runs."""
+    async def settled(self, within: float | None = None) -> None:
+        """Wait until no check runs, at most so many seconds."""
         if self._looking is not None:
-            await asyncio.wait([self._looking])
+            await asyncio.wait([self._looking], timeout=within)
 
     async def look(self) -> None:
         """Read the records of others, and write ours if it is missing. Raises StorageError."""
@@ -96,15 +95,9 @@ class LayoutRecords:
 
     async def _read(self, slots: Iterable[int]) -> list[int]:
         """Remember the records in these slots. Returns the empty slots."""
-        batch, nodes = self._batch(slots), set[str]()
-
-        def read(client: PoolClient) -> list[int]:
-            codes = client.get(batch)  # this has connected the library with each node that has one of them
-            nodes.update(node for held in client.holders(batch.keys) for node in held if node)
-            return codes
-
-        answers = dict(zip(slots, await self._native(read), strict=True))
-        self._met(nodes)
+        batch = self._batch(slots)
+        read = await uncancelled(self._loads.run(batch))
+        answers = {slot: read[key] for slot, key in zip(slots, batch.keys, strict=True)}
         for slot, code in answers.items():
             if code == RECORD_BYTES:
                 self._note(self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
@@ -114,7 +107,7 @@ class LayoutRecords:
         record = f"{self._layout.fingerprint} {self._layout.identity}".encode()[:RECORD_BYTES]
         self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES] = record.ljust(RECORD_BYTES, b"\0")
         batch = self._batch([slot])
-        await self._native(lambda client: client.put(batch))
+        await self._native(lambda client: client.put(batch), 1)
 
     def _batch(self, slots: Iterable[int]) -> KeyBatch:
         keys = [f"{PREFIX}{self._model}/{slot}" for slot in slots]
@@ -153,6 +146,6 @@ class LayoutRecords:
         rests = [name.removeprefix(ours) for name in names if name.startswith(ours)]
         keys = [f"{self._model}/{fingerprint}/{rest}" for rest in rests for fingerprint in self.others]
         if keys:
-            found = await self._native(lambda client: client.exists(keys))
+            found = await self._native(lambda client: client.exists(keys), 0)
             width = len(self.others)
             self.misses += sum(1 in found[i : i + width] for i in range(0, len(found), width))

@@ -135,13 +135,15 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
-        self._loads = Loads(functools.partial(self._moving_call, CallKind.LOAD), self._peers)
+        native = functools.partial(self._moving_call, CallKind.LOAD)
+        self._loads = Loads(native, self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._looks = Looks(lambda: self._copying_call(lambda _: read_state(self._copies.pages)), clock)
         self._left: Callable[[str], object] = lambda _: None
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
-        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, self._peers.met)
+        own = Loads(native, self._peers)  # a record joins no other load: it may wait for a node
+        self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, own)
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = connect) -> Self:
@@ -192,7 +194,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def close(self) -> None:
         """Leave the pool. This freezes the whole process for seconds (client.py), so it comes last."""
         if self._layouts is not None:
-            await self._layouts.settled()
+            await self._layouts.settled(CLOSE_TIMEOUT_S)
         await self._copies.close()
         await self._breaker.close()
         await self._peers.close()
@@ -584,9 +586,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         )
         await asyncio.sleep(hold)
 
-    async def _ask(self, call: Callable[[PoolClient], list[int]]) -> list[int]:
-        """Make a small call that no task waits for."""
-        return await uncancelled(self._native(CallKind.PROBE, call))
+    async def _ask(self, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
+        """Make a small call that no task waits for. One that moves objects may wait for a node, so it is no probe."""
+        kind = CallKind.STORE if moves else CallKind.PROBE
+        return (await uncancelled(self._moving_call(kind, lambda client, _: call(client), moves)))[0]
 
     async def _probe(self) -> bool:
         """Whether the master answers."""
