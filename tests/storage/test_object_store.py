@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from tests.storage.harness import Open, object_config, object_server, object_storage
 from tests.support.deaf_proxy import deaf_proxy
 from tests.support.freezing import freeze
-from tests.support.s3_server import SECRET, S3Server, weed
+from tests.support.s3_server import SECRET, USER, S3Server, weed
 from tests.support.waits import until
 
 pytest.importorskip("obstore", reason="needs pip install 'transferd[object]'")
@@ -29,6 +31,7 @@ import obstore
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage.aws_profile import BEFORE
 from transferd.storage.base import FOUND, MISSING, STORED, Found, Item
 from transferd.storage.object_store import PROBE, ObjectStorage
 from transferd.storage.paths import quoted
@@ -95,6 +98,34 @@ async def test_a_wrong_secret_is_refused_at_start_and_shown_nowhere(monkeypatch:
         await ObjectStorage(section, clock=SYSTEM_CLOCK).open()
     assert "another-secret" not in str(raised.value)
     assert SECRET not in str(raised.value)
+
+
+async def test_a_profile_that_is_half_written_is_named_once_and_the_old_keys_stay(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = object_config(object_server(), tmp_path.name)
+    for name_of in BEFORE:
+        monkeypatch.delenv(name_of, raising=False)
+    credentials = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    whole = f"[work]\naws_access_key_id = {USER}\naws_secret_access_key = {SECRET}\n"
+    credentials.write_text(whole)
+    store = await open_storage(ObjectStorage(section, clock=SYSTEM_CLOCK))
+    assert isinstance(store.storage, ObjectStorage)
+    for half, why in (("[work]\n", "AWS_PROFILE names 'work'"), ("[wo", "cannot be read from .*credentials")):
+        credentials.write_text(half)
+        with capture_logs() as logs:
+            assert [await store.storage._answers() for _ in range(3)] == [True] * 3
+        [line] = logs
+        assert "in use" in line["event"]
+        assert re.search(why, line["error"])
+        assert await store.put((name(why), content(1))) == [STORED]
+    credentials.write_text(whole + "aws_session_token = renewed\n")
+    with capture_logs() as logs:
+        await store.storage._answers()
+    assert store.storage._profile["session_token"] == "renewed"
+    credentials.write_text(whole)
 
 
 async def test_a_server_that_comes_later_is_used_as_soon_as_it_answers(

@@ -111,8 +111,8 @@ class ObjectStorage(Storage):
 
     def __init__(self, section: ObjectStorageSection, *, clock: Clock) -> None:
         self._section = section
-        self._profile = _profile(section)
-        self._connect()
+        self._unusable = ""  # why credentials that came later are not used; "" if they are
+        self._connect(_profile(section))
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
         self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
@@ -303,15 +303,22 @@ class ObjectStorage(Storage):
         return True
 
     def _probe(self) -> None:
-        if (profile := _profile(self._section)) != self._profile:  # somebody has renewed the credentials
-            self._profile = profile
-            self._connect()
+        unusable = ""
+        try:
+            if (profile := _profile(self._section)) != self._profile:  # somebody has renewed the credentials
+                self._connect(profile)
+        except ConfigError as error:  # or is writing them at this moment
+            unusable = str(error)
+        if unusable and unusable != self._unusable:
+            log.warning("the new credentials cannot be used: the old ones stay in use", error=unusable)
+        self._unusable = unusable
         self._has(PROBE)
 
-    def _connect(self) -> None:
-        self._store = connect(self._section, self._profile)
+    def _connect(self, profile: dict[str, str]) -> None:
+        self._store = connect(self._section, profile)
         # for what came damaged: its connections are others, and the server checks what it gets
-        self._other = connect(self._section, self._profile, checks=True)
+        self._other = connect(self._section, profile, checks=True)
+        self._profile = profile
 
     # --- how calls run -------------------------------------------------------------------------------
 
