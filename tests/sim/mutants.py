@@ -463,7 +463,7 @@ MUTANTS = (
     Mutant(
         "a pin is not recorded on the disks",
         "storage/files_keeper.py",
-        "            self._book.pin(owner, pinned, ttl_s)\n            await self._record()",
+        "            self._book.pin(owner, pinned, ttl_s)\n            await self.record()",
         "            self._book.pin(owner, pinned, ttl_s)",
         finder="store_world",
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -142,6 +144,63 @@ async def test_a_disk_that_is_well_again_returns_with_what_it_holds(
         assert len(on_disk(device)) > held, "it takes its part of what comes"
     finally:
         gone(device)
+
+
+async def test_a_disk_that_was_away_at_a_start_without_any_list_of_orders_returns_with_its_objects(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other disk was replaced, so the start found no list, and took the returning disk for another daemon's."""
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    earlier = await open_storage(disks(paths))
+    await put(earlier, names(20))
+    await earlier.storage.close()
+    held = on_disk(paths[1])
+    shutil.rmtree(paths[0])
+    made = disks(paths)
+
+    def no_answer() -> None:
+        raise made._all[1]._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
+
+    with monkeypatch.context() as ill:
+        ill.setattr(made._all[1]._directory, "open", no_answer)
+        harness = await open_storage(made)
+        assert made.statistics()["disks_failed"] == 1
+        assert await put(harness, names(5, 100)) == [Found.STORED] * 10
+    await until(lambda: not made.statistics()["disks_failed"])
+    kept = await there(harness, names(20))
+    assert len(kept) == len(held) > 0
+    assert on_disk(paths[1]) >= held
+    await made.close()
+    again = await open_storage(disks(paths))
+    assert await there(again, [*names(20), *names(5, 100)]) == {*kept, *names(5, 100)}
+
+
+@needs_root
+async def test_disks_that_were_all_unmounted_at_the_start_return_with_their_objects(
+    open_storage: Open, mounts: list[Path]
+) -> None:
+    """The daemon has made stores beneath, of a family of their own."""
+    paths, devices = mounts[:2], [mounts[2] / "a", mounts[2] / "b"]
+    earlier = await open_storage(disks(devices))
+    await put(earlier, names(20))
+    await earlier.storage.close()
+    for path in paths:
+        gone(path)
+    harness = await open_storage(disks(paths))
+    await put(harness, names(5, 100))
+    try:
+        for device, path in zip(devices, paths, strict=True):
+            mounted_at(device, path)
+        await put(harness, names(20, 200))  # which finds that both were replaced
+        await until(lambda: not harness.storage.statistics()["disks_failed"])
+        assert await there(harness, names(20)) == set(names(20))
+        await harness.storage.close()
+        again = await open_storage(disks(paths))
+        assert await there(again, names(20)) == set(names(20))
+    finally:
+        for path in paths:
+            gone(path)
 
 
 @needs_root

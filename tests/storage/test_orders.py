@@ -155,3 +155,14 @@ def test_only_a_disk_that_is_alone_may_be_anothers_when_it_returns_and_only_befo
     other.learn(stranger)
     assert other.epoch is not None
     assert not stranger.follows(other.epoch)
+
+
+def test_an_epoch_that_a_start_began_gives_way_to_that_of_the_first_disk_that_returns_with_another() -> None:
+    one = book(Listed(), Listed())
+    assert (one.fresh, book(listed()).fresh) == (True, False)
+    one.follow(one.listed([]))
+    assert one.fresh, "a disk that was there at the start has failed and returned"
+    one.follow(Listed())
+    assert one.fresh, "a new disk has come"
+    one.follow(listed())
+    assert (one.fresh, one.epoch) == (False, EPOCH)

@@ -499,8 +499,9 @@ class FileStorage(FileRuns):
         try:
             await self.enter()
             await self._in_thread(self._directory.try_out, "trial of the store")
-            if self._alone:
+            if self._alone or self._book.fresh:
                 self._book.follow(self.ledger.listed)
+                await self._files_keeper.record()  # the other disks follow, too: no start takes two families
             self._book.learn(self.ledger.listed)
             await self._find_objects(returns=True)
         except (ConfigError, StorageError) as error:

@@ -73,7 +73,7 @@ class FilesKeeper(Keeper):
         live = self._live
         dropped = await every([place.index_keeper.drop(selection) for place in live])
         self._book.unpin(name for one in dropped for name in one.pinned)
-        kept_by, left = await self._record(), list[StorageError]()
+        kept_by, left = await self.record(), list[StorageError]()
         removed = await every([self._removed(place, one, left) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
         returned = [place for place in self._live if place not in live]  # a store that failed elsewhere may end there
@@ -116,7 +116,7 @@ class FilesKeeper(Keeper):
                     await place.record([one.id for one in orders])
         await self._tidy()
 
-    async def _record(self) -> list[str]:
+    async def record(self) -> list[str]:
         """Write the lists of all places that work. Returns the paths of those that have them."""
         live = self._live
         taken = await every([place.record() for place in live])
@@ -126,7 +126,7 @@ class FilesKeeper(Keeper):
         places, left_for = self._places, self._book.left_for
         applied = all(not place.lost and not left_for(place.ledger.listed) for place in places)
         if self._book.tidy(applied=applied):
-            await self._record()
+            await self.record()
 
     # --- pins ---------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class FilesKeeper(Keeper):
         pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
         if pinned and isinstance(owner, EngineOwner):
             self._book.pin(owner, pinned, ttl_s)
-            await self._record()
+            await self.record()
         durable = await self.durable(names)  # which may find that files or disks are gone
         # What has come since without having been asked for is not pinned.
         here = [was and now is not None for was, now in zip(here, self.depths(names), strict=True)]
@@ -160,5 +160,5 @@ class FilesKeeper(Keeper):
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         ended = await super().unpin(owner, names)
         if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
-            await self._record()
+            await self.record()
         return ended

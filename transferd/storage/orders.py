@@ -183,10 +183,13 @@ class OrderBook:
     """All orders of one file backend: the union of its disks' lists. Changed on one loop.
 
     wall: Unix time.
+
+    fresh: no disk that was there at the start had a list, so the epoch is one that no absent disk can know.
     """
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self.epoch: Epoch | None = None
+        self.fresh = False
         self.purges: dict[str, PurgeRecord] = {}  # of this epoch
         self.mounts: dict[str, str] = {}  # see Listed
         self._wall = wall
@@ -204,13 +207,15 @@ class OrderBook:
         """
         family = next(iter(families(lists, holding)), None)
         epochs = [one.epoch for one in lists if one.epoch is not None and family in (None, one.epoch.family)]
+        self.fresh = not epochs
         self.epoch = max(epochs, key=lambda epoch: (epoch.number, epoch.mark), default=None) or Epoch.first()
         for one in lists:
             self.learn(one)
 
     def follow(self, listed: Listed) -> None:
-        """The only disk has returned. If no purge was given, it has missed none, also if another daemon used it."""
+        """The only disk, or the first one with a list, has returned. If no purge was given, it has missed none."""
         if listed.epoch is not None and not self.has_given:
+            self.fresh = self.fresh and listed.epoch == self.epoch
             self.epoch = listed.epoch
 
     def learn(self, listed: Listed) -> None:
