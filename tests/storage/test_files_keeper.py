@@ -291,6 +291,51 @@ async def test_a_store_whose_orders_are_damaged_is_emptied(open_storage: Open, t
     assert await put(again, names(5)) == [Found.STORED] * 10
 
 
+def orders_refuse(error: int, path: Path, patch: pytest.MonkeyPatch) -> None:
+    """The list of orders of this store cannot be opened."""
+    real = os.open
+
+    def refused(path_: Any, *args: Any, **named: Any) -> int:
+        if path_ == str(path / "orders"):
+            raise OSError(error, os.strerror(error), path_)
+        return real(path_, *args, **named)
+
+    patch.setattr(os, "open", refused)
+
+
+async def test_a_store_whose_orders_cannot_be_opened_keeps_its_objects_and_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sudo transferd serve` once, and the list was root's."""
+    await filled(one_disk(tmp_path), names(5))
+    held = on_disk(tmp_path)
+    with monkeypatch.context() as patch:
+        orders_refuse(errno.EACCES, tmp_path, patch)
+        with pytest.raises(ConfigError, match=r"cannot be used at .*/orders: Permission denied: let the daemon"):
+            await one_disk(tmp_path).open()
+        with pytest.raises(ConfigError, match=r"cannot be used at .*/orders: Permission denied"):
+            await disks([tmp_path, tmp_path.with_name("other")]).open()
+    assert on_disk(tmp_path) == held
+    again = one_disk(tmp_path)
+    await again.open()  # its lock was released
+    assert again.find(names(5), None) == [True] * 10
+    await again.close()
+
+
+async def test_a_disk_whose_orders_cannot_be_read_is_left_out_until_they_can(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    await filled(disks(paths), names(20))
+    with monkeypatch.context() as patch:
+        orders_refuse(errno.EIO, paths[1], patch)
+        harness = await open_storage(storage := disks(paths))
+        assert storage.statistics()["disks_failed"] == 1
+    await until(lambda: not storage.statistics()["disks_failed"])
+    assert await there(harness, names(20)) == set(names(20))
+
+
 async def test_a_store_of_an_earlier_release_keeps_its_objects(open_storage: Open, tmp_path: Path) -> None:
     storage = one_disk(tmp_path)
     await storage.open()

@@ -164,7 +164,8 @@ class ObjectDirectory:
         if isinstance(error, ValueError):
             return ConfigError("storage.file.path", f"cannot be used: {error}", str(self._root))
         where = "" if error.filename is None else f" at {os.fspath(error.filename)}"
-        return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}", str(self._root))
+        how = ": let the daemon's user read and write it" if error.errno == errno.EACCES else ""
+        return ConfigError("storage.file.path", f"cannot be used{where}: {error.strerror}{how}", str(self._root))
 
     def scan(self) -> FoundObjects:
         """Every object. Removes dead writers' temporary files and empty directories. Raises ConfigError.

@@ -12,6 +12,7 @@ failed disk is tried now and then. Once it works, it returns with the objects th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import functools
 import hashlib
@@ -82,7 +83,8 @@ class Disk(FileStorage):
     async def mounts(self) -> dict[str, str]:
         """What its list of orders says of mount points, before the disk is opened."""
         self._threads.open()
-        await self._in_thread(self.ledger.read, "orders of the store")
+        with contextlib.suppress(OSError):  # `enter` says so
+            await self._in_thread(self.ledger.read, "orders of the store")
         return self.ledger.listed.mounts
 
     async def enter(self) -> None:

@@ -172,7 +172,11 @@ class FileStorage(FileRuns):
         """Open the directory, or make it, and read its orders. Raises ConfigError, StorageError."""
         self._threads.open()
         await self._in_thread(self._directory.open, "open of the store")
-        await self._in_thread(self.ledger.read, "orders of the store")
+        try:
+            await self._in_thread(self.ledger.read, "orders of the store")
+        except OSError as error:
+            self._directory.close()
+            raise self._directory.unusable(error) from error
 
     async def take_up(self) -> None:
         """Apply the orders, and find the objects. Raises ConfigError, StorageError; then it holds no lock."""

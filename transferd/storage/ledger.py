@@ -3,13 +3,14 @@
     <root>/orders   MAGIC, checksum of the rest (xxh3, u64), the list (JSON)
 
 Each order replaces the file, which is on the medium when `write` returns, whatever `storage.file.fsync` says: there are
-few orders. A file that cannot be read is useless as a whole.
+few orders. A damaged file is useless as a whole; one that cannot be opened or read may be whole, and is waited for.
 
 Blocking; called from I/O threads, one call at a time.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -25,6 +26,7 @@ from transferd.storage.orders import Listed
 MAGIC = b"transferd orders 1\n"
 _CHECKSUM = struct.Struct("<Q")
 _LONGEST = 64 * 1024**2  # of a file that is read
+_NO_FILE = (errno.ELOOP, errno.EISDIR)
 
 _decoder = msgspec.json.Decoder(Listed)  # at import: in any thread, a first use of a type is not safe (compat.py)
 
@@ -43,7 +45,7 @@ class Ledger:
         self.behind = False
 
     def read(self) -> None:
-        """Read the file anew."""
+        """Read the file anew. Raises OSError if nobody can know what it says; then the list has a problem, too."""
         try:
             with open(os.open(self._path, READ_FLAGS), "rb") as file:
                 regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
@@ -52,6 +54,8 @@ class Ledger:
             self.listed = Listed()
         except OSError as error:
             self.listed = Listed(problem=error.strerror or str(error))
+            if error.errno not in _NO_FILE:
+                raise
 
     def write(self, listed: Listed) -> None:
         """Replace the file. Raises OSError."""
