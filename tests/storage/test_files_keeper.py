@@ -364,6 +364,63 @@ async def test_a_purge_reaches_the_quarantine(open_storage: Open, tmp_path: Path
     assert not list(aside.iterdir())
 
 
+def hides(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """This directory cannot be listed."""
+    real = os.scandir
+
+    def refused(path: Any) -> Any:
+        if Path(path) == directory:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return real(path)
+
+    patch.setattr(os, "scandir", refused)
+
+
+async def test_a_purge_says_that_it_could_not_look_everywhere(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was not looked at came back with the next start after somebody had mended it."""
+    await filled(one_disk(tmp_path), names(5))
+    with monkeypatch.context() as patch:
+        hides((tmp_path / "objects" / path_of(names(1)[0])).parent, patch)
+        harness = await open_storage(one_disk(tmp_path))
+    await put(harness, new := ["m/f/g/ff00/0"])
+    with pytest.raises(StorageError, match="1 directories or files cannot be read"):
+        await keeper(harness).purge(Selection())
+    assert await there(harness, new) == set()
+    assert len(on_disk(tmp_path)) == 10, "and nobody has said that they are gone"
+    await put(harness, new)
+    await harness.storage.close()
+    again = await open_storage(one_disk(tmp_path))
+    assert await there(again, new) == set(new), "what was stored after the purge stays"
+    assert (await keeper(again).purge(Selection())).complete
+    assert not on_disk(tmp_path)
+
+
+async def test_what_a_start_could_not_look_at_goes_at_the_next_start(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was away when the order was given, or the daemon was killed."""
+    paths = [tmp_path / "a", tmp_path / "b"]
+    await filled(disks(paths), names(20))
+    (gave := disks(paths[:1]))
+    await gave.open()
+    await gave.keeper.purge(Selection())
+    await gave.close()
+    held = on_disk(paths[1])
+    with monkeypatch.context() as patch:
+        hides((paths[1] / min(held)).parent, patch)
+        first = await open_storage(storage := disks(paths))
+    assert on_disk(paths[1]) == held, "all of it lies in one directory"
+    await put(first, names(3, 100))
+    await storage._keeper.catch_up()
+    assert await there(first, names(3, 100)) == set(names(3, 100)), "a disk that returns costs nothing here"
+    await storage.close()
+    again = await open_storage(disks(paths))
+    assert await there(again, names(20)) == set()
+    assert not on_disk(paths[1])
+
+
 async def test_a_purge_that_left_an_object_takes_nothing_at_a_restart_that_was_stored_since(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,6 +124,8 @@ class FileStorage(FileRuns):
         self._closing = False
         self._try_now = asyncio.Event()
         self.lost_objects = 0  # that it had whenever it was lost
+        self.unread: Sequence[str] = ()
+        self.tried: set[str] = set()
         self.emptied: asyncio.Future[int] | None = None  # done once its objects have left: how many there were
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._presence = PresenceCheck(
@@ -214,6 +216,7 @@ class FileStorage(FileRuns):
         began = self._clock.monotonic()
         strange, orders = self._strange(returns=returns), self._book.left_for(self.ledger.listed)
         overdue = Overdue(orders, everything=bool(strange))
+        self.tried = {order.id for order in orders}
         found, pins, stuck = await self._in_thread(lambda: self._find(overdue), "scan of the store")
         await self._adopt(found)
         if strange and overdue.removed:
@@ -224,7 +227,8 @@ class FileStorage(FileRuns):
             self.index_keeper.pins.restore(pins[start : start + SLICE])
             await asyncio.sleep(0)
         try:
-            applied = [order.id for order in orders if not stuck or order.fits.names is None]
+            whole = [] if self.unread else orders  # what was not looked at goes at a later start, with all that fits
+            applied = [order.id for order in whole if not stuck or order.fits.names is None]
             if stuck and (strange or applied):
                 # These alone go at the next start, and nothing that is stored until then.
                 orders.append(self._book.purge(Selection(frozenset(stuck)), NOBODY, None))
@@ -267,7 +271,8 @@ class FileStorage(FileRuns):
 
     async def _adopt(self, found: UseOrder) -> None:
         self._index.begin_anew()
-        self._stuck.opened(found.found.refused)
+        self.unread = found.found.refused
+        self._stuck.opened(self.unread)
         impossible = []
         for start in range(0, len(found.order), SLICE):
             objects = list(found.adopted(start, start + SLICE))

@@ -24,10 +24,16 @@ from transferd.wire.answers import Purged
 
 
 class Place(Protocol):
-    """One directory of files. lost: why it is out of use; "" while it works."""
+    """One directory of files. lost: why it is out of use; "" while it works.
+
+    unread: why a directory or file of it was not looked at when it was opened.
+    tried: the ids of purges that its readable objects have seen since it was opened.
+    """
 
     ledger: Ledger
     lost: str
+    unread: Sequence[str]
+    tried: set[str]
 
     path: str
     index_keeper: IndexKeeper
@@ -104,15 +110,20 @@ class FilesKeeper(Keeper):
             if not place.lost:
                 left.append(error)
                 return Purged()
+        if (unread := place.unread) and not place.lost:
+            what = f"{len(unread)} directories or files cannot be read, and may hold what was to go: {unread[0]}"
+            left.append(StorageError(f"{what}; mend them, restart, and purge again"))
         return None if place.lost else removed
 
     async def catch_up(self) -> None:
         """A disk has brought orders that the others do not know: apply them there."""
         for place in self._live:
-            if orders := self._book.left_for(place.ledger.listed):
+            left = self._book.left_for(place.ledger.listed)
+            if orders := [one for one in left if one.id not in place.tried]:
+                place.tried.update(one.id for one in orders)
                 overdue, index = Overdue(orders, everything=False), place.index_keeper
                 names = frozenset(name for name in index.names() if overdue.fits(name, 0.0))
-                if await self._removed(place, await index.drop(Selection(names)), []) is not None:
+                if await self._removed(place, await index.drop(Selection(names)), []) is not None and not place.unread:
                     await place.record([one.id for one in orders])
         await self._tidy()
 
