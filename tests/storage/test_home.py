@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -193,3 +195,27 @@ async def test_a_disk_that_did_not_answer_at_the_start_and_is_unmounted_then_is_
     await until(lambda: "Input/output error" not in disk.lost)  # it was tried again
     assert "nothing is mounted at" in disk.lost
     assert not list(mounts[1].iterdir()), "nothing was written beneath the mount point"
+
+
+async def test_a_disk_whose_file_system_does_not_answer_at_the_start_is_left_out(
+    open_storage: Open, mounts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dead mount of a network or of FUSE: every call of it fails, also the look at what is mounted."""
+    for _ in range(2):  # the first disk hears of the second one's mount point with the second start
+        earlier = await open_storage(disks(mounts[:2]))
+        await earlier.storage.close()
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **named: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and Path(path).is_relative_to(mounts[1]):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+            return real(path, *args, **named)
+
+        return call
+
+    with monkeypatch.context() as ill:
+        for name in ("stat", "lstat", "open", "mkdir", "scandir"):
+            ill.setattr(os, name, failing(getattr(os, name)))
+        harness = await open_storage(disks(mounts[:2]))
+    assert harness.storage.statistics()["disks_failed"] == 1
+    assert await put(harness, names(5)) == [Found.STORED] * 10

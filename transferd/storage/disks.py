@@ -92,7 +92,11 @@ class Disk(FileStorage):
         point, home = self._book.mounts.get(self.path), self._directory.home
         if self.ledger.listed.epoch is not None:  # the store itself is there, perhaps with another mount point
             point = None
-        if point is not None and await self._threads.run(Direction.OUT, lambda: home.is_beneath(point), "look for it"):
+        try:
+            beneath = point is not None and await self._in_thread(lambda: home.is_beneath(point), "look for it")
+        except OSError as error:  # a dead mount refuses even the look
+            raise self._directory.unusable(error) from error
+        if beneath:
             what = f"nothing is mounted at {point}, where its file system was: mount it"
             raise ConfigError("storage.file.path", what, self.path) from OSError(errno.ENODEV, AWAY)
         await super().enter()
