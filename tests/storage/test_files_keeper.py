@@ -200,6 +200,34 @@ async def test_a_full_disk_applies_an_order_that_it_cannot_record(
     assert (await keeper(harness).purge(Selection())).kept_by == [str(tmp_path)], "and takes the next one"
 
 
+async def test_an_order_by_age_that_a_disk_brings_leaves_what_was_used_since(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was given while the other disk was away. That one has served since, without knowing it."""
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.05)
+    paths = [tmp_path / "a", tmp_path / "b"]
+    await filled(disks(paths), names(20))
+    gave = disks(paths[1:])
+    await gave.open()
+    await gave.keeper.purge(Selection(unused_s=3600.0))
+    await gave.close()
+    for file in on_disk(paths[0]):
+        os.utime(paths[0] / file, (0, 0))
+    made = disks(paths)
+
+    def no_answer() -> None:
+        raise made._all[1]._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
+
+    with monkeypatch.context() as ill:
+        ill.setattr(made._all[1]._directory, "open", no_answer)
+        harness = await open_storage(made)
+        await put(harness, names(10, 100))
+    await until(lambda: not made.statistics()["disks_failed"])
+    await until(lambda: not any(made._book.left_for(disk.ledger.listed) for disk in made._all))
+    assert await there(harness, names(10, 100)) == set(names(10, 100))
+    assert len(on_disk(paths[0])) == 20, "and what was not used for so long has gone"
+
+
 # --- stores that have missed orders -----------------------------------------------------------------
 
 

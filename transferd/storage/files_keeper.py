@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Collection, Hashable, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
-from transferd.runtime.aio import every
-from transferd.storage.keeping import Dropped, IndexKeeper, Keeper, PinState
+from transferd.runtime.aio import every, in_turns
+from transferd.storage.keeping import AT_ONCE, Dropped, IndexKeeper, Keeper, PinState
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.pins import AskedPins
@@ -121,9 +121,12 @@ class FilesKeeper(Keeper):
             left = self._book.left_for(place.ledger.listed)
             if orders := [one for one in left if one.id not in place.tried]:
                 place.tried.update(one.id for one in orders)
-                overdue, index = Overdue(orders, everything=False), place.index_keeper
-                names = frozenset(name for name in index.names() if overdue.fits(name, 0.0))
-                if await self._removed(place, await index.drop(Selection(names)), []) is not None and not place.unread:
+                for order in orders:
+                    overdue, index = Overdue([order], everything=False), place.index_keeper
+                    names = [n async for n in in_turns(index.names(), AT_ONCE) if overdue.fits(n, 0.0)]
+                    dropped = await index.drop(Selection(frozenset(names), unused_s=self._book.unused_s(order)))
+                    gone = await self._removed(place, dropped, [])
+                if gone is not None and not place.unread:
                     await place.record([one.id for one in orders])
         await self._tidy()
 

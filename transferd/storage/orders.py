@@ -237,6 +237,11 @@ class OrderBook:
         """The purges that a disk has not applied."""
         return [order for order in self.purges.values() if order.id not in listed.applied]
 
+    def unused_s(self, order: PurgeRecord) -> float | None:
+        """For how long an object must not have been used until now to fit a purge by age."""
+        unused_s = order.fits.unused_s
+        return None if unused_s is None else unused_s + self._wall() - order.at
+
     def listed(self, applied: Iterable[str]) -> Listed:
         """The list of a disk that has applied these. Any thread may use this."""
         given = defaultdict[tuple[EngineOwner, _LatestPin], list[str]](list)
