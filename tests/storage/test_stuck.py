@@ -223,3 +223,17 @@ async def test_a_purge_removes_bad_objects_that_could_not_be_put_aside_or_says_s
     await storage.keeper.purge(Selection())
     assert sorted(storage.objects) == []
     assert storage._stuck.statistics()["stuck"] == 0
+
+
+async def test_a_purge_that_does_not_mean_it_leaves_an_object_that_was_stored_in_place_of_a_bad_one(
+    open_storage: Open,
+) -> None:
+    storage = await filled(open_storage, 2)
+    failing = StorageError("bad", code="storage_io")
+    storage.failures |= {"aside 0/0": failing, "remove 0/0": failing}
+    await storage.quarantine("0/0")
+    assert await put(storage, "0/0") is STORED.found
+    storage.failures.clear()
+    await storage.keeper.purge(Selection(unused_s=3600.0))
+    assert storage.find(["0/0"], None) == [True]
+    assert "0/0" in storage.objects

@@ -104,9 +104,9 @@ class StuckObjects:
         return self._effects.begin(names, self._remove, ended, after=after)
 
     def remove_bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
-        """The same of bad objects that fit (`note`)."""
-        bad = [name for name, one in self.refused.items() if not one.nbytes and name not in self._effects.busy]
-        return self.remove([Victim(name, 0) for name in bad if fits(name)])
+        """The same of bad objects that fit (`note`), unless another one has taken its place."""
+        bad = [name for name, one in self.refused.items() if not one.nbytes and self._index.get(name) is None]
+        return self.remove([Victim(name, 0) for name in bad if fits(name) and name not in self._effects.busy])
 
     def stored(self, names: Sequence[str]) -> None:
         """A task has just found these stored, and skips its store: they must stay, whoever wanted them to go before."""
