@@ -50,17 +50,13 @@ class Node:
         self.asked.append(what)
         if what in self.fails:
             raise self.fails[what]
+        if what == "cancel" and self.answers.get(what) and not self.result.done():
+            self.ends(Status.CANCELLED, code="cancelled")
         return self.answers.get(what)
 
     async def push(self, task: Task) -> asyncio.Future[TaskResult]:
         await self._ask("push")
         return self.result
-
-    async def cancel(self, task_id: str) -> bool:
-        cancelled = bool(await self._ask("cancel"))
-        if cancelled and not self.result.done():
-            self.ends(Status.CANCELLED, code="cancelled")
-        return cancelled
 
     def __getattr__(self, name: str) -> Any:
         async def ask(*_: Any, **__: Any) -> Any:

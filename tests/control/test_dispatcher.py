@@ -338,6 +338,19 @@ def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behi
     assert desk.started == ["reader", "i"]
 
 
+def test_a_queued_task_cancelled_to_be_pushed_anew_runs_under_its_id_and_a_started_one_does_not(desk: Desk) -> None:
+    desk.hear(desk.dispatcher.pause(desk.now))
+    desk.submit(read("r", 1))
+    desk.hear(desk.dispatcher.cancel(desk.now, "r", anew=True))
+    again = desk.submit(read("r", 1))
+    desk.hear(desk.dispatcher.resume(desk.now))
+    assert desk.started == ["r"]
+    desk.hear(desk.dispatcher.cancel(desk.now, "r", anew=True))
+    desk.finish("r", moved=0)
+    assert desk.answers[again] == desk.answers[desk.submit(read("r", 1))]
+    assert desk.started == ["r"]
+
+
 def test_cancel_of_a_running_task_stops_it_and_says_cancelled(desk: Desk) -> None:
     seq = desk.submit(read("r", 1, 2))
     desk.hear(desk.dispatcher.cancel(desk.now, "r"))

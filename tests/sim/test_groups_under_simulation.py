@@ -10,6 +10,7 @@ import asyncio
 import os
 import random
 from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
@@ -37,10 +38,10 @@ LEFT_BEHIND = ("expired", "rank_died")  # codes of ranks that had not arrived wh
 class GroupStory:
     """One group and its tasks. Each task has blocks of its own, so that no result waits for another's."""
 
-    def __init__(self, loop: SimLoop) -> None:
+    def __init__(self, loop: SimLoop, **server: Any) -> None:
         self.loop = loop
         self.chance = loop.stream("group")
-        self.nodes = [SimWorld(loop, _config(number), node=f"node {number} ") for number in range(NODES)]
+        self.nodes = [SimWorld(loop, _config(number, **server), node=f"node {number} ") for number in range(NODES)]
         self.group = GroupClient(
             [f"sim://{number}" for number in range(NODES)],
             clock=self.nodes[0].clock,
@@ -52,12 +53,21 @@ class GroupStory:
         self.seen: Counter[str] = Counter()
         self.generations = 0
 
-    async def run(self) -> Counter[str]:
+    async def open(self) -> None:
         for node in self.nodes:
             await node.open()
         await self.group.connect()
         for node, client in zip(self.nodes, self.group.clients, strict=True):
             self.device.memories += await node.attach(client)
+
+    async def close(self) -> None:
+        await self.group.close()
+        self.device.memories.clear()
+        for node in self.nodes:
+            await node.close()
+
+    async def run(self) -> Counter[str]:
+        await self.open()
         keys = await self._store_some()
         for node in self.nodes:  # a rank that dies for good ends a group; that is the unit tests' matter
             node.weather = draw_storm(random.Random(f"{self.loop.seed}/{node.node}")).without("device.lost")
@@ -70,10 +80,7 @@ class GroupStory:
         await asyncio.sleep(LOST_S * 2)
         await self.group.wait_ready(60.0)
         await self._good_times()
-        await self.group.close()
-        self.device.memories.clear()
-        for node in self.nodes:
-            await node.close()
+        await self.close()
         return self.seen
 
     async def _store_some(self) -> list[str]:
@@ -190,8 +197,8 @@ class GroupStory:
         assert all(self.device.holds(2 + i, key) for i, key in enumerate(keys))
 
 
-def _config(number: int) -> Config:
-    config = small_config(RANKS)
+def _config(number: int, **server: Any) -> Config:
+    config = small_config(RANKS, **server)
     assert config.cache is not None
     cache = msgspec.structs.replace(config.cache, first_rank=RANKS * number, group_ranks=RANKS * NODES)
     return msgspec.structs.replace(config, cache=cache)
@@ -208,3 +215,23 @@ def test_a_group_is_honest_in_any_weather(first: int) -> None:
         seen += simulate(main, seed)
     print(seen)
     assert seen["ok"]
+
+
+@pytest.mark.parametrize("full", range(NODES))
+def test_a_task_that_was_busy_on_one_node_and_queued_on_the_other_is_retried_on_both(full: int) -> None:
+    async def main(loop: SimLoop) -> None:
+        story = GroupStory(loop, max_queued_tasks=1)
+        await story.open()
+        group = story.group
+        await group.pause()
+        filler = await group.clients[full].push(WriteStorageTask(task_id="filler", keys=["f"], gpu_block_ids=[0]))
+        task = WriteStorageTask(task_id="t", keys=["k"], gpu_block_ids=[1])
+        assert (await group.submit(task)).status is Status.BUSY
+        insisting = asyncio.ensure_future(group.insist(task))
+        await asyncio.sleep(1.0)  # of the simulated clock: it was pushed again, and was busy again
+        await group.resume()
+        assert (await filler).status is Status.OK
+        assert (await insisting).status is Status.OK
+        await story.close()
+
+    simulate(main, 0)

@@ -85,7 +85,7 @@ class MemoryCore:
     def held(self) -> list[str]:
         return list(self._tasks)
 
-    def cancel(self, task_id: str) -> bool:
+    def cancel(self, task_id: str, *, anew: bool = False) -> bool:
         if task_id not in self._tasks:
             return False
         self.cancelled.append(task_id)

@@ -330,9 +330,10 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
             refused = any(not r.ranks and r.status is not Status.OK for r in (future.result() for future in done))
             if waiting and not taken_back and refused:
                 taken_back, late = True, set(waiting)
+                again = wire.Cancel(task.task_id, anew=True)  # where it waits, it is pushed again under its id
                 await asyncio.gather(
                     *(
-                        client.cancel(task.task_id)
+                        client._ask(again)  # noqa: SLF001 - not `cancel`, which would end an `insist` as well
                         for client, future in zip(self.clients, pushed, strict=True)
                         if future in waiting
                     ),

@@ -286,8 +286,7 @@ class ResultCache:
             packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # an exact copy: msgspec over-allocates
         except UnicodeEncodeError:  # a lone surrogate, as in an error about a file's name
             return
-        if (expired := self._kept.pop(result.task_id, None)) is not None:
-            self.nbytes -= expired.nbytes
+        self.drop(result.task_id)  # an expired one
         kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)
@@ -297,14 +296,17 @@ class ResultCache:
         kept = self._kept.get(task_id)
         return None if kept is None or kept.expires <= now else kept
 
+    def drop(self, task_id: str) -> None:
+        if (kept := self._kept.pop(task_id, None)) is not None:
+            self.nbytes -= kept.nbytes
+
     def forget(self, now: float) -> None:
         """Drop expired results, then the oldest ones until the bounds hold."""
         while self._kept:
             task_id, kept = next(iter(self._kept.items()))
             if kept.expires > now and len(self._kept) <= self._most and self.nbytes <= self._most_bytes:
                 return
-            del self._kept[task_id]
-            self.nbytes -= kept.nbytes
+            self.drop(task_id)
 
     def clear(self) -> None:
         self._kept.clear()

@@ -418,10 +418,14 @@ class Dispatcher:
         self._start_ready()
 
     @event
-    def cancel(self, task_id: str) -> None:
+    def cancel(self, task_id: str, anew: bool = False) -> None:
+        """Cancel a task. anew: if it has not started, its id may be pushed anew."""
         record = self.records.get(task_id)
         if record is not None:
+            queued = record.state is State.QUEUED
             self._end(record, Stop.CANCELLED)
+            if queued and anew:
+                self.results.drop(task_id)
 
     @event
     def deadline_reached(self) -> None:

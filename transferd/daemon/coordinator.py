@@ -128,10 +128,10 @@ class Coordinator:
                 return False
         return True
 
-    def cancel(self, task_id: str) -> bool:
-        """Cancel a task. False if there is nothing to cancel."""
+    def cancel(self, task_id: str, *, anew: bool = False) -> bool:
+        """Cancel a task. False if there is nothing to cancel. anew: see wire.Cancel."""
         known = task_id in self.dispatcher.records
-        self._hear(self.dispatcher.cancel, task_id)
+        self._hear(self.dispatcher.cancel, task_id, anew)
         return known
 
     def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:

@@ -75,7 +75,7 @@ class Requests:
     def cancel(self, client: KnownClient, cancel: wire.Cancel) -> bool:
         engine, cancelled = _engine(client), False
         for task_id in (cancel.task_id, *cancel.task_ids):
-            there = engine.coordinator.cancel(task_id)
+            there = engine.coordinator.cancel(task_id, anew=cancel.anew)
             cancelled = self._engines.prefetches.cancel(engine, task_id) or there or cancelled
         return cancelled
 

@@ -134,6 +134,7 @@ class Cancel(ControlRequest, frozen=True, tag="cancel", omit_defaults=True):
 
     task_id: str
     task_ids: MoreIds = []  # further ones
+    anew: bool = False  # keep no result of one that has not started, so that its id may be pushed anew
 
 
 class Settled(OfAnyone, frozen=True, tag="settled", omit_defaults=True):
