@@ -46,3 +46,23 @@ async def test_a_task_taken_back_between_two_pushes_is_not_settled_while_a_late_
     await until(lambda: retry.cancel("t"))
     result = await waiting
     assert (result.status, result.settled) == (Status.CANCELLED, False)
+
+
+async def test_a_task_cancelled_during_a_push_that_comes_back_busy_is_not_pushed_again() -> None:
+    pushes: list[asyncio.Future[TaskResult]] = []
+    loop = asyncio.get_running_loop()
+
+    async def push(task: Task) -> TaskResult:
+        pushes.append(loop.create_future())
+        return await pushes[-1]
+
+    conversation = SimpleNamespace(now=0.0, new_future=loop.create_future, session=SimpleNamespace(boot_id="b"))
+    retry = BusyRetry(conversation)  # type: ignore[arg-type]
+    waiting = asyncio.ensure_future(retry.submit(push, TASK, math.inf))
+    await until(lambda: pushes)
+    assert not retry.cancel("t"), "the daemon may have it: ask there as well"
+    pushes[0].set_result(TaskResult(task_id="t", status=Status.BUSY, retry_after=1e-9))
+    await until(lambda: waiting.done() or len(pushes) > 1)
+    assert len(pushes) == 1
+    assert (await waiting).status is Status.CANCELLED
+    assert "t" not in retry

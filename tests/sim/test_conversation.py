@@ -98,6 +98,19 @@ def test_a_push_that_is_answered_at_once_is_done_when_it_returns() -> None:
     run(program)
 
 
+def test_a_cancel_behind_a_push_that_the_daemon_refuses_as_busy_ends_the_insisting() -> None:
+    async def program(world: World) -> None:
+        world.core.busy = True
+        insisting = asyncio.ensure_future(world.client.insist(task()))
+        await asyncio.sleep(SENT)
+        assert await world.client.cancel("t")
+        world.core.busy = False
+        assert (await insisting).status is Status.CANCELLED
+        assert not world.core.ran
+
+    run(program)
+
+
 def test_a_push_of_a_known_task_joins_it_or_gets_its_result_again() -> None:
     async def program(world: World) -> None:
         first = await world.client.push(task())

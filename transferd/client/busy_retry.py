@@ -22,15 +22,30 @@ class BusyRetry:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._waiting: dict[str, asyncio.Future[ErrorInfo]] = {}  # by task_id
+        self._taken_back: dict[str, bool] = {}  # every task that `submit` holds, and whether it was cancelled in a push
+
+    def __contains__(self, task_id: str) -> bool:
+        """Whether `submit` holds the task, in a pause or in a push."""
+        return task_id in self._taken_back
 
     async def submit(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task, give_up: float) -> TaskResult:
         """Call `submit` until it is not busy, or until the next push would come after `give_up` (conversation time)."""
+        self._taken_back.setdefault(task.task_id, False)
+        try:
+            return await self._submit(submit, task, give_up)
+        finally:
+            self._taken_back.pop(task.task_id, None)
+
+    async def _submit(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task, give_up: float) -> TaskResult:
         while True:
             result = await submit(task)
-            pause = result.retry_after or BUSY_PAUSE_S
-            if result.status is not Status.BUSY or self._conversation.now + pause >= give_up:
+            if result.status is not Status.BUSY:
                 return result
-            if (why := await self._pause(task.task_id, pause)) is not None:
+            pause = result.retry_after or BUSY_PAUSE_S
+            why = _TAKEN_BACK if self._taken_back.get(task.task_id) else None
+            if why is None and self._conversation.now + pause >= give_up:
+                return result
+            if (why := why or await self._pause(task.task_id, pause)) is not None:
                 status = Status.CANCELLED if why is _TAKEN_BACK else Status.FAILED
                 boot_id = self._conversation.session.boot_id
                 return TaskResult(
@@ -48,7 +63,9 @@ class BusyRetry:
         return answer.result() if answer.done() else None
 
     def cancel(self, task_id: str) -> bool:
-        """Cancel a task that waits here. Returns False if it does not."""
+        """Cancel a task that waits here. Returns False if it does not; one in a push then ends if the push is busy."""
+        if task_id in self._taken_back:
+            self._taken_back[task_id] = True
         answer = self._waiting.pop(task_id, None)
         return answer is not None and _end(answer, _TAKEN_BACK)
 

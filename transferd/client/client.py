@@ -332,7 +332,10 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task; return False if there was none. It ends as `cancelled`, or with the result it already has."""
-        return self._busy.cancel(task_id) or bool(await self._ask(wire.Cancel(task_id)))
+        if self._busy.cancel(task_id):
+            return True
+        insisted = task_id in self._busy  # if its push comes back busy, it ends as cancelled
+        return bool(await self._ask(wire.Cancel(task_id))) or insisted
 
     # --- prefill → decode ---------------------------------------------------------------------------
 
