@@ -168,6 +168,11 @@ async def test_a_pause_that_fails_on_one_node_holds_none() -> None:
     with pytest.raises(DaemonLost, match="tcp://node-1:1: gone"):
         await group.pause()
     assert one.asked[-2:] == ["pause", "resume"]
+    assert "resume" not in two.asked, "where the group holds nothing, a resume ends the pauses of others"
+    two.fails["pause"] = TransferError("late", code="no_answer")
+    with pytest.raises(TransferError, match="late"):
+        await group.pause()
+    assert two.asked[-2:] == ["pause", "resume"], "the daemon is alive, and holds it"
 
 
 @pytest.mark.parametrize(

@@ -125,10 +125,14 @@ class GroupControlCalls(_Nodes):
 
     async def pause(self) -> None:
         """Pause every node; return once no task touches a block on any. If one fails, the pause ends on all nodes."""
+        answers = await asyncio.gather(*(client.pause() for client in self.clients), return_exceptions=True)
         try:
-            await self._on_all(lambda client: client.pause())
+            self._good(answers)
         except TransferError:
-            await asyncio.gather(*(client.resume() for client in self.clients), return_exceptions=True)
+            # A node that refused it, or is lost, holds none: there, a resume would end the pauses of others.
+            each = zip(self.clients, answers, strict=True)
+            held = [one for one, said in each if not isinstance(said, TransferError) or said.reason == "no_answer"]
+            await asyncio.gather(*(client.resume() for client in held), return_exceptions=True)
             raise
 
     async def resume(self) -> None:
