@@ -22,12 +22,17 @@ TASK = ReadStorageTask(task_id="t", keys=["a", "b"], gpu_block_ids=[4, 5])
 
 
 class Node:
-    """In a Client's place. asked: what was asked of it, in order. fails: which requests raise, and what."""
+    """In a Client's place.
+
+    asked: what was asked of it, in order. named: the task ids given with that.
+    fails: which requests raise, and what.
+    """
 
     def __init__(self, number: int, engine: dict[str, Any] | None = None) -> None:
         self.endpoint = f"tcp://node-{number}:1"
         self.connected = True
         self.asked: list[str] = []
+        self.named: list[str] = []
         self.fails: dict[str, TransferError] = {}
         self.answers: dict[str, Any] = {}
         self.result: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
@@ -59,7 +64,8 @@ class Node:
         return self.result
 
     def __getattr__(self, name: str) -> Any:
-        async def ask(*_: Any, **__: Any) -> Any:
+        async def ask(*_: Any, task_id: str = "", **__: Any) -> Any:
+            self.named += [task_id] if task_id else []
             return await self._ask(name)
 
         return ask
@@ -299,13 +305,27 @@ async def test_a_sequence_is_whole_if_every_node_has_it() -> None:
     one, two = Node(0), Node(1)
     group = await group_of(one, two)
 
-    def whole(number: int) -> TaskResult:
+    def whole() -> TaskResult:
         shares = [RankResult(rank=rank, status=Status.OK, blocks=2) for rank in range(2)]
-        return TaskResult(task_id=f"t{number}", status=Status.OK, block_ids=[4, 5], ranks=shares, generation="g")
+        return TaskResult(task_id="t", status=Status.OK, block_ids=[4, 5], ranks=shares, generation="g")
 
-    one.answers["read_all"], two.answers["read_all"] = whole(0), whole(1)
+    one.answers["read_all"], two.answers["read_all"] = whole(), whole()
     result = await group.read_all("r", [1, 2], [4, 5], peers=["a:1", "b:1"])
     assert (result.status, result.block_ids, [rank.rank for rank in result.ranks]) == (Status.OK, [4, 5], [0, 1, 2, 3])
     two.fails["write_all"] = HandoverFailed("gone")
     with pytest.raises(HandoverFailed, match="tcp://node-1:1: gone"):
         await group.write_all("r", [1, 2], [4, 5])
+
+
+@pytest.mark.parametrize("kind", [HandoverFailed, RequestError])
+async def test_a_handover_that_one_node_has_not_settled_fails_with_that_nodes_error(kind: type[TransferError]) -> None:
+    one, two = Node(0), Node(1)
+    group = await group_of(one, two)
+    settled = TaskResult(task_id="t", status=Status.FAILED)
+    one.fails["read_all"] = HandoverFailed("x", result=settled) if kind is HandoverFailed else kind("x")
+    two.fails["read_all"] = HandoverFailed("y", result=msgspec.structs.replace(settled, settled=False))
+    with pytest.raises(HandoverFailed, match="tcp://node-1:1: y") as raised:
+        await group.read_all("r", [1, 2], [4, 5], peers=["a:1", "b:1"])
+    assert raised.value.result is not None
+    assert not raised.value.result.settled
+    assert one.named == two.named != [], "so that `settled` waits for the tasks of both nodes"

@@ -117,6 +117,7 @@ class BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingRepo
         extra_keys: handover.ExtraKeys | None = None,
         timeout: float = ...,
         settled: bool = False,
+        task_id: str | None = None,
     ) -> TaskResult: ...
     def read_all(
         self,
@@ -129,6 +130,7 @@ class BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingRepo
         peer: str | None = None,
         timeout: float = ...,
         settled: bool = False,
+        task_id: str | None = None,
     ) -> TaskResult: ...
     @property
     def pd_address(self) -> str: ...

@@ -356,6 +356,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         extra_keys: handover.ExtraKeys | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         settled: bool = False,
+        task_id: str | None = None,
     ) -> TaskResult:
         """Prefill side: hand over the KV of a whole sequence. Returns once decode can read every block.
 
@@ -365,12 +366,13 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         cpu_block_ids: host blocks, instead of gpu_block_ids.
         extra_keys: see `transferd.blocks.keys.block_keys`; both sides must pass the same.
         settled: see `submit`.
+        task_id: for `cancel` and `settled`; a new one if None.
 
         Send the first token only after this returns. Raises HandoverFailed unless all blocks were handed over,
         RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
         `settled(error.result.task_id)`. Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
+        planned = self._plan(request_id, task_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
         task = planned.out(self._conversation.session.pd_mode)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -385,19 +387,21 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         peer: str | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         settled: bool = False,
+        task_id: str | None = None,
     ) -> TaskResult:
         """Decode side: load the KV of a whole sequence into `gpu_block_ids`, or fail. Extra block ids are ignored.
 
         cpu_block_ids: load into host blocks instead, before there are device blocks for the sequence; a SwapInTask
             brings them up later.
         peer: `pd_address` of the prefill engine's daemon. Required in direct mode, ignored in storage mode.
+        task_id: for `cancel` and `settled`; a new one if None.
 
         Raises HandoverFailed, which an engine answers with its `http_status` (502) and its message; the contents of
         the blocks are then undefined. Raises RequestError for bad input. If the `result` of that error is not settled,
         the daemon may still write to the blocks: use them only after `settled(error.result.task_id)`, or pass
         `settled` (see `submit`). Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
+        planned = self._plan(request_id, task_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
         task = planned.into(self._conversation.session.pd_mode, peer)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -409,6 +413,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
     def _plan(
         self,
         request_id: str,
+        task_id: str | None,
         token_ids: handover.Tokens,
         gpu_block_ids: Sequence[int],
         cpu_block_ids: Sequence[int] | None,
@@ -419,7 +424,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         if not session.block_size:  # no Welcome yet, or the daemon does not have our engine now
             what = f"{self.endpoint}: {session.why or 'no daemon has answered yet'}; wait_ready() first"
             raise TransferError(what, code="not_ready")
-        attempt = f"{request_id}/{self._clock.fresh_id()}"
+        attempt = task_id or f"{request_id}/{self._clock.fresh_id()}"
         return handover.plan_handover(
             request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, session.block_size, extra_keys, timeout
         )

@@ -21,7 +21,7 @@ from transferd.client.calls import CONTROL_TIMEOUT_S, CallGroup, Calls
 from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
-from transferd.errors import RequestError, TransferError
+from transferd.errors import HandoverFailed, RequestError, TransferError
 from transferd.runtime.aio import Background
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, convert
@@ -359,8 +359,10 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     async def write_all(self, request_id: str, *sequence: Any, **more: Any) -> TaskResult:
         """Hand over the KV of a whole sequence from every rank of the group; the parameters are Client.write_all's.
 
-        Returns once every node's ranks have handed all blocks over; raises the first node's error.
+        Returns once every node's ranks have handed all blocks over; raises the first node's error, or one whose result
+        is not settled.
         """
+        more.setdefault("task_id", f"{request_id}/{self._clock.fresh_id()}")  # one id on all nodes, for `settled`
         return await self._whole(lambda client, _: client.write_all(request_id, *sequence, **more))
 
     async def read_all(
@@ -369,11 +371,12 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         """Load the KV of a whole sequence into the blocks of every rank; the parameters are Client.read_all's.
 
         peers: in direct mode, the `pd_address` of each node of the prefill group, in order. Raises the first node's
-        error; the contents of the blocks are then undefined on all nodes.
+        error, or one whose result is not settled; the contents of the blocks are then undefined on all nodes.
         """
         if peers is not None and len(peers) != len(self.clients):
             what = f"a group of {len(self.clients)} nodes needs as many peers, not {len(peers)}"
             raise RequestError(what, code="length_mismatch")
+        more.setdefault("task_id", f"{request_id}/{self._clock.fresh_id()}")  # one id on all nodes, for `settled`
 
         def read(client: Client, node: int) -> Coroutine[Any, Any, TaskResult]:
             return client.read_all(request_id, *sequence, peer=None if peers is None else peers[node], **more)
@@ -383,10 +386,13 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
     async def _whole(self, hand_over: Callable[[Client, int], Coroutine[Any, Any, TaskResult]]) -> TaskResult:
         self._check_connected()
         began = self._clock.monotonic()
-        each = iter(range(len(self.clients)))
-        results = await self._on_all(lambda client: hand_over(client, next(each)))
-        ids, task_id = results[0].block_ids, results[0].task_id  # each node has a task of its own
-        results = [msgspec.structs.replace(result, task_id=task_id) for result in results]
+        each = (hand_over(client, node) for node, client in enumerate(self.clients))
+        answers = await asyncio.gather(*each, return_exceptions=True)
+        for client, answer in zip(self.clients, answers, strict=True):
+            if isinstance(answer, HandoverFailed) and answer.result is not None and not answer.result.settled:
+                raise _named(client, answer)  # whatever the others say, the blocks are not the caller's yet
+        results = self._good(answers)
+        ids, task_id = results[0].block_ids, results[0].task_id
         keys = [str(position) for position in range(len(ids))]
         task = ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=ids)
         return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
