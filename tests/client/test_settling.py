@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 
 from tests.support.waits import until
 from transferd.client import settling
+from transferd.client.pending import after_waiting
 from transferd.client.settling import Settling
 from transferd.errors import DaemonLost
+from transferd.tasks import Status, TaskResult
 from transferd.wire import protocol as wire
 
 
@@ -104,6 +107,24 @@ async def test_tasks_beyond_the_kept_ones_are_never_claimed_settled(monkeypatch:
     known.welcomed(welcome("b2"))
     assert await known.settled("a", 0)
     assert known.task_ids == []
+
+
+async def test_a_kept_task_is_settled_once_confirmed_though_others_were_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(settling, "MOST_TASKS", 1)
+    daemon, known = lost("forgotten", "t")
+    waiting = asyncio.ensure_future(known.settled("t", math.inf))
+    await until(lambda: daemon.asked)
+    daemon.questions["t"].set_result(True)
+    assert await waiting
+    assert not await known.settled("forgotten", 0)
+
+
+def test_a_result_that_was_waited_for_without_limit_says_that_it_is_unsettled() -> None:
+    given = after_waiting(TaskResult(task_id="t", status=Status.OK, settled=False), "ipc:///d", None, settled=False)
+    assert given.error is not None
+    assert (given.status, given.error.code) == (Status.FAILED, "unsettled")
 
 
 async def test_questions_are_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,7 +279,8 @@ def after_waiting(result: TaskResult, endpoint: str, timeout: float | None, sett
     if settled:
         return msgspec.structs.replace(result, settled=True)
     why = "" if result.error is None else f" ({result.error.code}: {result.error.message})"
-    what = f"{endpoint}: after {timeout:g} s it is not known whether the daemon still touches the blocks{why}"
+    after = "" if timeout is None else f"after {timeout:g} s "
+    what = f"{endpoint}: {after}it is not known whether the daemon still touches the blocks{why}"
     return msgspec.structs.replace(result, status=Status.FAILED, block_ids=[], error=ErrorInfo("unsettled", what))
 
 

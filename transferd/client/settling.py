@@ -92,7 +92,7 @@ class Settling:
         self._conversation = conversation
         self._tasks: OrderedDict[str, Push] = OrderedDict()  # the oldest first
         self._boots: set[Boot] = set()  # of these tasks, and of forgotten ones; some may be over
-        self._waiting: dict[str, set[asyncio.Future[None]]] = {}  # callers, by task
+        self._waiting: dict[str, set[asyncio.Future[bool]]] = {}  # callers, by task
         self._unasked: dict[str, None] = {}  # tasks to ask the daemon about, in the order of the calls
         self._questions: set[asyncio.Task[None]] = set()  # under way
         self._asking: asyncio.Handle | None = None
@@ -156,14 +156,14 @@ class Settling:
         if timeout <= 0:
             return False
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        limit = None if timeout == math.inf else loop.call_later(timeout, resolve, future, None)
+        future: asyncio.Future[bool] = loop.create_future()
+        limit = None if timeout == math.inf else loop.call_later(timeout, resolve, future, False)
         self._waiting.setdefault(task_id, set()).add(future)
         self._unasked[task_id] = None
         self._ask_soon()
         self._look_later()
         try:
-            await future
+            told = await future
         finally:
             if limit is not None:
                 limit.cancel()
@@ -173,7 +173,7 @@ class Settling:
                 self._unasked.pop(task_id, None)
             if not self._waiting:
                 self._looking.cancel()
-        return self._known(task_id)
+        return (told and task_id not in self) or self._known(task_id)  # else it was given up again meanwhile
 
     def unknown(self, task_id: str) -> None:
         """Log that a cancelled task may still use its blocks; of many at once, the first."""
@@ -239,9 +239,10 @@ class Settling:
                 self._wake(task_id)
 
     def _wake(self, task_id: str) -> None:
+        """Tell the callers that the task is settled."""
         self._unasked.pop(task_id, None)
         for future in self._waiting.get(task_id, ()):
-            resolve(future, None)
+            resolve(future, True)
 
     # --- looking ------------------------------------------------------------------------------------
 
