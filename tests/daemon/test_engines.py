@@ -337,6 +337,29 @@ async def test_an_engine_that_unregisters_leaves_nothing_and_its_name_is_free(da
         assert (await b.stats())["engines"]["a"]["epoch"] > 1
 
 
+@pytest.mark.parametrize("who", ["its own client", "one that only asks"])
+async def test_the_prefetches_of_an_engine_that_leaves_end_and_keep_nothing(
+    endpoint: str, tmp_path: Path, who: str
+) -> None:
+    """Nobody could cancel them any more: an engine of the same name is another one."""
+    file = {"path": str(tmp_path / "blocks"), "capacity": "64MiB", "reserve": "0B"}
+    levels = {"levels": ["memory", "file"], "memory": {"capacity": "16MiB"}, "file": file}
+    async with running(endpoint, storage=levels), serving(endpoint, "a") as (a, _):
+        assert (await a.submit(write("w", ["k"], [0]))).status is Status.OK
+    async with running(endpoint, storage=levels) as daemon, contextlib.AsyncExitStack() as stack:
+        async with serving(endpoint, "a") as (a, _):
+            asking = await stack.enter_async_context(client(endpoint, "a", a.token))
+            one = a if who == "its own client" else asking
+            assert (await one.prefetch(["k"], "memory", timeout=3600)).count == 1
+            assert (await a.stats())["storage"]["levels"][0]["kept_bytes"] > 0
+            if one is a:
+                await a.unregister()
+        await until(lambda: not daemon.engines.all, "the engine has left")
+        assert daemon.storage is not None
+        assert daemon.storage.statistics()["levels"][0]["kept_bytes"] == 0
+        assert daemon.engines.prefetches._running == {}
+
+
 async def test_a_hello_sent_before_the_answer_to_a_second_registration_does_not_end_the_engine(
     daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -467,6 +467,7 @@ class Engines:
                     client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
             self._shared.clients.say_hello(engine.clients, why.message)
+            self.prefetches.dismissed(engine)
             work = self._closed(engine, why, self._building.get(engine.name))
             leaving = self.leaving[engine] = asyncio.get_running_loop().create_task(work)
         return leaving

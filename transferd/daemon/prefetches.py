@@ -1,7 +1,7 @@
 """Prefetches that clients request: each has an id, a deadline and one result, as a task has, but touches no block.
 
 A prefetch lives until its deadline, also after its answer, because it keeps the objects that it brought until then. A
-cancel ends it earlier, and so does the leaving of its last client. A repeated request joins the prefetch.
+cancel ends it earlier, and so does the leaving of its engine or of its last client. A repeated request joins it.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class EnginePrefetches:
             one.peers.discard(peer)
             if not one.peers:
                 self._end(key, Stop.CANCELLED)
+
+    def dismissed(self, engine: HostedEngine) -> None:
+        """End the prefetches of an engine that leaves: nobody could cancel them any more."""
+        for key in [key for key in self._running if key[0] is engine]:
+            self._end(key, Stop.CANCELLED)
 
     async def warm(self, client: KnownClient, asked: wire.Warm) -> dict[str, str | int]:
         """Bring up the newest objects. Raises RequestError, StorageError."""
