@@ -190,3 +190,15 @@ def test_a_gone_client_gets_no_answer_for_what_waited_for_its_own_task() -> None
     assert (desk.started, desk.stopped, desk.answers) == (["runs"], [], {})
     desk.finish("runs")
     assert desk.dispatcher.empty
+
+
+def test_a_gone_client_is_forgotten_when_the_end_of_one_of_its_tasks_ends_another() -> None:
+    """The swap-out was the first one's, and both wait for it; the swap-in behind it fails when it is taken back."""
+    desk = Desk(limits_but(LIMITS, lane_depth=1))
+    desk.submit(swap_out("runs", [3], [3]), client=b"stays")
+    desk.submit(swap_out("o", [1], [5]), client=b"first")
+    desk.submit(swap_in("i", [2], [5]), client=b"second")
+    desk.submit(swap_out("o", [1], [5]), client=b"second")
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"first"))
+    desk.hear(desk.dispatcher.client_gone(desk.now, b"second"))
+    assert (desk.dispatcher.waits(b"second"), list(desk.dispatcher.records)) == (0, ["runs"])

@@ -403,7 +403,9 @@ class Dispatcher:
     def client_gone(self, client: bytes) -> None:
         """A client vanished. Tasks that no other client waits for are cancelled; its pauses and drains end."""
         waits = self._waits.get(client, {})
-        for _ in range(min(len(waits), AT_ONCE)):  # the newest first: the end of one would start those that wait for it
+        for _ in range(AT_ONCE):  # the newest first: the end of one would start those that wait for it
+            if not waits:  # the end of one may also end others
+                break
             _, record = waits.popitem()
             record.waiters = [waiter for waiter in record.waiters if waiter[0] != client]
             if not record.waiters:  # this was the last client that waited
