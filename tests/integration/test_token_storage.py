@@ -28,6 +28,7 @@ from transferd.wire.kv_events import block_hash
 
 BLOCK = 8  # tokens, as in config()
 NODE = "default_pod_mixed_0"
+OBJECT = 3 * 2 * 2 * 16 * BLOCK * 2 + 128  # a block of one rank, as in config(), and its footer
 
 # The SDK's package as a daemon finds it: the double, under the names that FastDeploy imports.
 MODULES = {
@@ -101,6 +102,20 @@ async def test_blocks_are_found_again_by_their_tokens_whatever_their_keys(
             stats = await client.stats()
             assert stats["storage"]["backend"] == "attention_store"
             assert stats["storage"]["hits"] > 0
+
+
+async def test_a_write_that_does_not_fit_says_which_blocks_are_stored(tmp_path: Path) -> None:
+    sections = tree(tmp_path)
+    sections["storage"]["attention_store"]["data"] = "memory"
+    sections["storage"]["memory"] = {"capacity": 3 * 2 * OBJECT}
+    with running(sections, tmp_path) as daemon:
+        async with attached(daemon.endpoint) as client:
+            path = path_of(1, 4)
+            written = await client.submit(write("w", path, [3, 9, 1, 20]))
+            assert await client.match_tokens(path) == 3
+            assert (written.status, written.block_ids) == (Status.PARTIAL, [3, 9, 1])
+            assert written.error is not None
+            assert written.error.code == "storage_full"
 
 
 async def test_paths_with_other_salts_keep_apart(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import dataclasses
 import operator
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
@@ -122,7 +121,7 @@ class Job:
     def __post_init__(self) -> None:
         task, use = self.task, self.use
         use.until = self.admitted_at + task.timeout
-        if not isinstance(task, WriteStorageTask | ReadStorageTask) or self.runs:
+        if not isinstance(task, WriteStorageTask | ReadStorageTask):
             return
         start = task.start_write_block_idx if isinstance(task, WriteStorageTask) else task.start_read_block_idx
         begins = [(at, depth) for at, depth, _ in task.chains or ()] or [(0, start)]
@@ -158,10 +157,6 @@ class Job:
                 return None
             answers += answer
         return answers
-
-    def under(self, objects: ObjectFormat, keys: Sequence[str]) -> Job:
-        """The same job with its blocks named by these keys instead of the task's."""
-        return dataclasses.replace(self, ids=objects.ids(keys))
 
     def copy_plan(
         self, source: Geometry, source_ids: Sequence[int], target: Geometry, target_ids: Sequence[int]

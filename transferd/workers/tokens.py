@@ -53,7 +53,8 @@ class TokenTransfer:
         return await self._job.stop.race(future)
 
     async def by_keys(self, keys: Sequence[str]) -> RankOutcome:
-        return await self._through(self._job.under(self._context.format, keys))
+        self._job.ids = self._context.format.ids(keys)  # the same on every rank
+        return await self._through(self._job)
 
     def ended(self, moved: int, error: TransferError | None, storage_s: float) -> RankOutcome:
         share = Share(self._job, self._context, storage_s=storage_s)
