@@ -344,6 +344,7 @@ def test_the_content_hash_ignores_id_and_timeout() -> None:
         assert content_hash(make()) == content_hash(make(task_id="other", timeout=1.0))
     other = SwapInTask(task_id="other", gpu_block_ids=[1], cpu_block_ids=[2], timeout=1.0)
     assert content_hash(swap_in([1], [2])) == content_hash(other)
+    assert content_hash(write()) == content_hash(write(shared=False))
 
 
 def test_token_indexed_storage_has_no_sparse_reads() -> None:
@@ -357,7 +358,7 @@ def test_requests_that_differ_in_anything_are_different() -> None:
     path = TokenIds([1, 2, 3])
     asked: list[Task] = [
         write(), write("ac"), write(ids=[1, 2]), write(token_ids=path), write(start_write_block_idx=1),
-        write(flush_cache_exists=True), write(flush_cache_exists=False),
+        write(flush_cache_exists=True), write(flush_cache_exists=False), write(shared=True),
         read(), read("ac"), read(ids=[1, 2]), read(token_ids=path), read(start_read_block_idx=1), read(prefix=False),
         send(), send(transfer_id="u"), send(start_write_block_idx=1),
         receive(), receive(transfer_id="u"), receive(start_read_block_idx=1), receive(peer="other:1"),

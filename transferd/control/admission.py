@@ -235,9 +235,10 @@ def content_hash(task: Task) -> int:
         return hash((task.lane, tuple(task.gpu_block_ids), tuple(task.cpu_block_ids)))
     transfer = (task.transfer_id, getattr(task, "peer", "")) if isinstance(task, SendTask | ReceiveTask) else None
     if isinstance(task, WriteStorageTask):
-        place: tuple[int, bool | None] = (task.start_write_block_idx, task.flush_cache_exists)
+        shared = task.shared is True  # whoever asks for more must not get the answer to less
+        place: tuple[int, bool | None, bool] = task.start_write_block_idx, task.flush_cache_exists, shared
     else:
-        place = (task.start_read_block_idx, task.prefix)
+        place = task.start_read_block_idx, task.prefix, False
     ids = tuple(task.gpu_block_ids), tuple(task.cpu_block_ids or ())
     return hash((task.lane, transfer, tuple(task.keys), ids, task.token_ids, task.salt, place))
 
