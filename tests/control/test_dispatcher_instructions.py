@@ -520,3 +520,19 @@ def test_a_client_with_many_tasks_takes_them_back_in_steps_the_newest_first() ->
     assert [one.task_id for one in said if isinstance(one, do.StopTask)] == ["w0"]
     assert [one.task_id for one in speaker.dispatcher.records.values()] == ["stays", "w0"]
     assert speaker.dispatcher.waits(b"gone") == 0
+
+
+def test_many_tasks_with_one_deadline_end_in_steps_and_each_is_answered_once() -> None:
+    speaker, number = Speaker(max_queued_tasks=1024), 2 * AT_ONCE + 10
+    for i in range(number):  # each waits for the one before it
+        speaker.submit(swap_out(f"w{i}", [1], [1], timeout=2.0), seq=i)
+    answered, stopped, steps = list[int](), list[str](), 0
+    said: list[do.Instruction] = [do.WakeAt(2.0)]
+    while said and said[-1] == do.WakeAt(2.0):
+        steps += 1
+        said = speaker.dispatcher.deadline_reached(2.0)
+        answered += [one.seq for one in said if isinstance(one, do.Reply)]
+        stopped += [one.task_id for one in said if isinstance(one, do.StopTask)]
+    assert steps == 3
+    assert (len(answered), len(set(answered))) == (number - 1, number - 1)
+    assert (stopped, list(speaker.dispatcher.records)) == (["w0"], ["w0"])

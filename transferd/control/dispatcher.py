@@ -51,7 +51,7 @@ from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
 from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Status, Stop, Task, TaskResult
 
-AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client do
+AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client or of a deadline do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
 
 
@@ -431,9 +431,9 @@ class Dispatcher:
 
     @event
     def deadline_reached(self) -> None:
-        """The time of the last WakeAt has arrived."""
+        """The time of the last WakeAt has arrived. If more tasks are due than end in one step, the next one is now."""
         self._wake_at = math.inf
-        for record in self._alarms.due(self._now):
+        for record in self._alarms.due(self._now, AT_ONCE):
             if record.state is State.CANCELLING:
                 if self._now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
                     record.forsaken_at = math.inf

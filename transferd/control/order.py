@@ -347,10 +347,10 @@ class Alarms(Generic[T]):
             heapq.heapify(self._heap)
             self._live_at_last_look = len(self._heap)
 
-    def due(self, now: float) -> list[T]:
-        """Remove and return every subject whose time has come and that is not over, soonest first."""
+    def due(self, now: float, most: int) -> list[T]:
+        """Remove and return at most so many subjects whose time has come and that are not over, soonest first."""
         subjects: list[T] = []
-        while self._heap and self._heap[0][0] <= now:
+        while self._heap and self._heap[0][0] <= now and len(subjects) < most:
             subject = heapq.heappop(self._heap)[2]
             if not self._over(subject):
                 subjects.append(subject)
