@@ -389,7 +389,7 @@ class LevelsStorage(Storage, Index, Levels):
     # --- damage -------------------------------------------------------------------------------------
 
     def quarantine(self, name: str) -> Awaitable[object]:
-        """In all levels, because the damaged copy's level is not known. The rest: copies of it that run, and end here."""
+        """In all levels, because the damaged copy's level is not known. Its end waits for copies of it that run."""
         works = [self.quarantine_at(name, level.number) for level in self.all_levels]
         return every([*works, self._parts.settled([back for back in self.write_backs if back.copies(name)])])
 
