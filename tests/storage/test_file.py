@@ -76,6 +76,23 @@ async def test_objects_are_found_again_after_a_restart(open_storage: Open, tmp_p
     assert await again.put((name(1), content(1))) == [EXISTS]
 
 
+async def test_a_store_that_is_out_of_use_has_nothing_also_while_it_finds_its_objects(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    """A look that is no use said that the object was there, and its load failed."""
+    store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
+    await store.put((name(1), content(1)))
+    opening = asyncio.ensure_future(store.storage.open_anew())
+    out = 0
+    while not opening.done():
+        await asyncio.sleep(0)
+        usable = not store.storage.unusable()
+        out += not usable
+        assert store.storage.index.find([name(1)], None) == [usable]
+    assert out
+    assert store.storage.index.find([name(1)], None) == [True]
+
+
 async def test_the_order_of_use_survives_an_orderly_restart_exactly(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(FileStorage(file_config(tmp_path, GIB)))
     await fill(store, *range(8))

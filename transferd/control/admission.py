@@ -287,7 +287,8 @@ class ResultCache:
             packed = bytes(memoryview(msgspec.msgpack.encode(result)))  # an exact copy: msgspec over-allocates
         except UnicodeEncodeError:  # a lone surrogate, as in an error about a file's name
             return
-        self.drop(result.task_id)  # an expired one
+        if result.task_id in self._kept:  # an expired one
+            self.drop(result.task_id)
         kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
         self.nbytes += kept.nbytes
         self.forget(now)

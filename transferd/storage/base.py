@@ -166,10 +166,12 @@ class Index:
 
     indexes: of its places that work now, each with an order of eviction of its own.
     ranges: whether a part of an object can be read for about a part of the cost (`Item.span`).
+    lost: why nothing is there now, whatever the indexes say; "" while it works.
     """
 
     indexes: Sequence[LruIndex] = ()
     ranges = False
+    lost = ""
 
     @property
     def capacity(self) -> int | None:

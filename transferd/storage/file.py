@@ -118,7 +118,6 @@ class FileStorage(FileRuns):
         self._journaling = Paced(self._write_journal, JOURNAL_S)
         self._disk = DiskState()
         self._looking = Paced(self._look, LOOK_S)
-        self.lost = ""  # why no call can succeed
         self.rest_s = 0.0  # how long it is left alone before it is tried, once it is lost
         self._recovering: asyncio.Task[None] | None = None
         self._closing = False

@@ -170,7 +170,7 @@ class IndexedStorage(Index, Storage):
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         if use is None:  # not a use: the order of eviction stays
             self._check_not_closed()
-            return [name in self._index for name in names]
+            return [False] * len(names) if self.lost else [name in self._index for name in names]
         self._check_open()
         return self._index.find(names, use)
 

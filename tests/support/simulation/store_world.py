@@ -209,7 +209,7 @@ class Story(Node):
 
     async def read(self, keys: Sequence[str]) -> None:
         engine = keys[0][0] if self.chance.random() < 0.8 else self.chance.choice(ENGINES)
-        forbidden = {key for key in keys if key in self.purged}
+        began, forbidden = self.loop.time(), {key for key in keys if key in self.purged}
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
@@ -232,7 +232,7 @@ class Story(Node):
             if block in result.block_ids:
                 self.loaded[key] = self.loop.time()
                 assert blocks.holds(block, key), f"bytes: {key} has others"
-                gone = key in forbidden and key in self.purged
+                gone = key in forbidden and key in self.purged and self.started.get(key, -1.0) < began
                 assert not gone, f"purge: {key} was purged, never stored again, and is read"
         self._give(engine, own)
 

@@ -218,12 +218,10 @@ class WriteBack:
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
-        while (
-            not self.fits(nbytes) and self.refusal is None and not self._closing and (left := until - loop.time()) > 0
-        ):
+        while not self.fits(nbytes):
+            if self.refusal is not None or self._closing or (left := until - loop.time()) <= 0:
+                return False
             await self._change(left)
-        if not self.fits(nbytes):
-            return False
         self._coming += nbytes
         return True
 
@@ -406,7 +404,7 @@ class WriteBack:
             self._pace.silent()
         else:
             self._pace.refused(took)
-        if (error := self.takes_nothing) is not None:
+        if self._urgent and (error := self.takes_nothing) is not None:
             for one in self._urgent.values():
                 self._answer(one, error)
         self._wake()
