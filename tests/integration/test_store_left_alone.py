@@ -265,7 +265,7 @@ def test_a_folder_that_belongs_to_another_user_costs_its_own_objects_and_no_more
         assert str(path) in disk["stuck_why"]
         assert "files_stuck" in concerns(client)
         assert "storage_errors" not in concerns(client)
-        assert "an object cannot be removed and is set aside" in daemon.log
+        wait_until(lambda: "an object cannot be removed and is set aside" in daemon.log)
         loaded = client.submit(ReadStorageTask(task_id="r", keys=["first"], gpu_block_ids=[0]))
         assert loaded.status is Status.OK, "it is served"
 
