@@ -329,3 +329,7 @@ async def test_a_handover_that_one_node_has_not_settled_fails_with_that_nodes_er
     assert raised.value.result is not None
     assert not raised.value.result.settled
     assert one.named == two.named != [], "so that `settled` waits for the tasks of both nodes"
+    with pytest.raises(HandoverFailed):
+        await group.read_all("r", [1, 2], [4, 5], task_id=None)
+    assert len(one.named) == 2
+    assert one.named == two.named, "also where the default is written out"

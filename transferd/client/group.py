@@ -362,7 +362,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         Returns once every node's ranks have handed all blocks over; raises the first node's error, or one whose result
         is not settled.
         """
-        more.setdefault("task_id", f"{request_id}/{self._clock.fresh_id()}")  # one id on all nodes, for `settled`
+        more = self._one_task(request_id, more)
         return await self._whole(lambda client, _: client.write_all(request_id, *sequence, **more))
 
     async def read_all(
@@ -376,12 +376,16 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         if peers is not None and len(peers) != len(self.clients):
             what = f"a group of {len(self.clients)} nodes needs as many peers, not {len(peers)}"
             raise RequestError(what, code="length_mismatch")
-        more.setdefault("task_id", f"{request_id}/{self._clock.fresh_id()}")  # one id on all nodes, for `settled`
+        more = self._one_task(request_id, more)
 
         def read(client: Client, node: int) -> Coroutine[Any, Any, TaskResult]:
             return client.read_all(request_id, *sequence, peer=None if peers is None else peers[node], **more)
 
         return await self._whole(read)
+
+    def _one_task(self, request_id: str, more: dict[str, Any]) -> dict[str, Any]:
+        """The parameters with one task id for all nodes, so that `settled` of it waits for each of them."""
+        return more | {"task_id": more.get("task_id") or f"{request_id}/{self._clock.fresh_id()}"}
 
     async def _whole(self, hand_over: Callable[[Client, int], Coroutine[Any, Any, TaskResult]]) -> TaskResult:
         self._check_connected()
