@@ -36,10 +36,10 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 async def test_messages_make_it_look_at_most_once_a_second(world: World) -> None:
     world.health.hello_arrived()
-    first = world.health._pulse._handle
+    first = world.health._pulse.handle
     assert first is not None
     world.health.hello_arrived()
-    assert world.health._pulse._handle is first
+    assert world.health._pulse.handle is first
     world.health._pulse.cancel()
     world.health._beat(asyncio.get_running_loop().time())
     world.health.hello_arrived()

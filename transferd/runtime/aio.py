@@ -161,29 +161,29 @@ async def in_turns(items: Iterable[T], each: int = 1000) -> AsyncIterator[T]:
 
 
 class Timer:
-    """At most one call that the running loop makes later. True while it waits."""
+    """At most one call that the running loop makes later. True while it waits, as long as there is a `handle`."""
 
-    __slots__ = ("_handle",)
+    __slots__ = ("handle",)
 
     def __init__(self) -> None:
-        self._handle: asyncio.TimerHandle | None = None
+        self.handle: asyncio.TimerHandle | None = None
 
     def __bool__(self) -> bool:
-        return self._handle is not None
+        return self.handle is not None
 
     def set(self, seconds: float, do: Callable[..., object], *args: object) -> None:
         """Call it so much later, in place of the call that waits."""
-        if self._handle is not None:
-            self._handle.cancel()
-        self._handle = asyncio.get_running_loop().call_later(seconds, self._ring, do, *args)
+        if self.handle is not None:
+            self.handle.cancel()
+        self.handle = asyncio.get_running_loop().call_later(seconds, self._ring, do, *args)
 
     def cancel(self) -> None:
-        if self._handle is not None:
-            self._handle.cancel()
-            self._handle = None
+        if self.handle is not None:
+            self.handle.cancel()
+            self.handle = None
 
     def _ring(self, do: Callable[..., object], *args: object) -> None:
-        self._handle = None
+        self.handle = None
         do(*args)
 
 
@@ -199,7 +199,7 @@ class Paced:
         self._do = do
         self._interval = interval
         self._began: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer = Timer()  # its handle is looked at, because each task does that
         self._running: asyncio.Task[None] | None = None
         self._again: bool | None = None  # another run was requested during this one; True: regardless of the interval
         self._closed = False
@@ -207,7 +207,7 @@ class Paced:
     @property
     def awaited(self) -> bool:
         """Whether a run will begin without another request."""
-        return self._timer is not None or self._again is not None
+        return self._timer.handle is not None or self._again is not None
 
     def soon(self, *, at_once: bool = False) -> None:
         """Request a run: now, or as soon as the interval permits. at_once: regardless of the interval."""
@@ -220,18 +220,18 @@ class Paced:
         wait = 0.0 if self._began is None or at_once else self._began + self._interval - loop.time()
         if wait <= 0:
             self._start()
-        elif self._timer is None:
-            self._timer = loop.call_later(wait, self._start)
+        elif self._timer.handle is None:
+            self._timer.set(wait, self._start)
 
     async def close(self) -> None:
         """Begin no further run, and wait for the running one. Idempotent."""
         self._closed = True
-        self._stop_timer()
+        self._timer.cancel()
         if self._running is not None:
             await asyncio.wait([self._running])
 
     def _start(self) -> None:
-        self._stop_timer()
+        self._timer.cancel()
         if not self._closed and self._running is None:
             loop = asyncio.get_running_loop()
             self._began = loop.time()
@@ -248,11 +248,6 @@ class Paced:
             again, self._again = self._again, None
             if again is not None:
                 self.soon(at_once=again)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:

@@ -120,15 +120,17 @@ class Storing:
         for back in self._parts.write_backs[level.number :]:
             if back.level.known and back.level.away:
                 self.given_up(name, back.level, "down")
-            elif self.lacks(back.level, name):
+            elif self._misses(back.level, name):
                 lacking.append(back)
         return lacking
 
     def lacks(self, level: StoreLevel, name: str) -> bool:
         """Whether an object is to be copied to this level, as far as that is known. No promise may rest on it."""
-        if level.known:
-            return level.has([name]) == [False] and not level.away
-        return level.hint(name) is None and not level.leaving
+        return self._misses(level, name) and not (level.known and level.away)
+
+    def _misses(self, level: StoreLevel, name: str) -> bool:
+        """The same, if a level with an index is not away."""
+        return level.has([name]) == [False] if level.known else level.hint(name) is None and not level.leaving
 
     def urgent(self, use: Use) -> frozenset[int]:
         """The levels that a store by this use must reach before its answer."""
