@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,18 @@ async def there(harness: Harness, these: list[str]) -> set[str]:
 
 def on_disk(path: Path) -> set[Path]:
     return {file.relative_to(path) for file in (path / "objects").rglob("*@*") if file.is_file()}
+
+
+@contextlib.contextmanager
+def no_answer(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, the disk fails with EIO whenever it is opened."""
+
+    def fail() -> None:
+        raise disk._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
+
+    with monkeypatch.context() as ill:
+        ill.setattr(disk._directory, "open", fail)
+        yield
 
 
 def read_only(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.storage.real_disks import (
     mounted_at,
     names,
     needs_root,
+    no_answer,
     on_disk,
     put,
     read_only,
@@ -158,12 +158,7 @@ async def test_a_disk_that_was_away_at_a_start_without_any_list_of_orders_return
     held = on_disk(paths[1])
     shutil.rmtree(paths[0])
     made = disks(paths)
-
-    def no_answer() -> None:
-        raise made._all[1]._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
-
-    with monkeypatch.context() as ill:
-        ill.setattr(made._all[1]._directory, "open", no_answer)
+    with no_answer(made._all[1], monkeypatch):
         harness = await open_storage(made)
         assert made.statistics()["disks_failed"] == 1
         assert await put(harness, names(5, 100)) == [Found.STORED] * 10

@@ -22,6 +22,7 @@ from tests.storage.real_disks import (
     mounted_at,
     names,
     needs_root,
+    no_answer,
     on_disk,
     put,
     read_only,
@@ -214,12 +215,7 @@ async def test_an_order_by_age_that_a_disk_brings_leaves_what_was_used_since(
     for file in on_disk(paths[0]):
         os.utime(paths[0] / file, (0, 0))
     made = disks(paths)
-
-    def no_answer() -> None:
-        raise made._all[1]._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
-
-    with monkeypatch.context() as ill:
-        ill.setattr(made._all[1]._directory, "open", no_answer)
+    with no_answer(made._all[1], monkeypatch):
         harness = await open_storage(made)
         await put(harness, names(10, 100))
     await until(lambda: not made.statistics()["disks_failed"])

@@ -21,6 +21,7 @@ from tests.storage.real_disks import (
     mounted_at,
     names,
     needs_root,
+    no_answer,
     on_disk,
     put,
     read_only,
@@ -182,12 +183,7 @@ async def test_a_disk_that_did_not_answer_at_the_start_and_is_unmounted_then_is_
     await earlier.storage.close()
     made = disks(mounts)
     disk = made._all[1]
-
-    def no_answer() -> None:
-        raise disk._directory.unusable(error := OSError(errno.EIO, "Input/output error")) from error
-
-    with monkeypatch.context() as ill:
-        ill.setattr(disk._directory, "open", no_answer)
+    with no_answer(disk, monkeypatch):
         harness = await open_storage(made)
         assert harness.storage.statistics()["disks_failed"] == 1
         gone(mounts[1])

@@ -121,12 +121,14 @@ class FilesKeeper(Keeper):
             left = self._book.left_for(place.ledger.listed)
             if orders := [one for one in left if one.id not in place.tried]:
                 place.tried.update(one.id for one in orders)
-                for order in orders:
-                    overdue, index = Overdue([order], everything=False), place.index_keeper
+                by_age = [[order] for order in orders if order.fits.unused_s is not None]  # each of an age of its own
+                others = [order for order in orders if order.fits.unused_s is None]
+                for group in [others, *by_age] if others else by_age:
+                    overdue, index = Overdue(group, everything=False), place.index_keeper
                     names = [n async for n in in_turns(index.names(), AT_ONCE) if overdue.fits(n, 0.0)]
-                    dropped = await index.drop(Selection(frozenset(names), unused_s=self._book.unused_s(order)))
-                    gone = await self._removed(place, dropped, [])
-                if gone is not None and not place.unread:
+                    dropped = await index.drop(Selection(frozenset(names), unused_s=self._book.unused_s(group[0])))
+                    await self._removed(place, dropped, [])
+                if not place.lost and not place.unread:
                     await place.record([one.id for one in orders])
         await self._tidy()
 
