@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.slow_store import let_wait
 from transferd import Client, ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.cli import main as cli
 from transferd.cli import restart_check
@@ -21,14 +22,14 @@ from transferd.wire.answers import AtRestart
 
 pytestmark = pytest.mark.one_loop
 
-FOREVER = "3600"
+FOREVER = 3600
 
 
 @pytest.fixture(scope="module")
 def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For how many seconds the store lets each call wait."""
     path = tmp_path_factory.mktemp("slow") / "seconds"
-    path.write_text("0")
+    let_wait(path, 0)
     return path
 
 
@@ -121,7 +122,7 @@ def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
         return await ask(client)
 
     monkeypatch.setattr(Client, "restart_check", counted)
-    waits.write_text(FOREVER)
+    let_wait(waits, FOREVER)
     task = engine.push(ReadStorageTask(task_id="slow", keys=["absent"], gpu_block_ids=[1]))
     while not engine.stats()["running"]:
         pass
@@ -140,14 +141,14 @@ def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
         with SyncClient(engine.endpoint) as client:
             while not client.stats()["draining"] or len(looks) < 3:
                 pass
-        waits.write_text("0")
+        let_wait(waits, 0)
 
     releasing = threading.Thread(target=release_once_it_drains)
     releasing.start()
     try:
         code, found = check("--wait")
     finally:
-        waits.write_text("0")
+        let_wait(waits, 0)
         releasing.join()
     assert (code, found["tasks"]) == (0, (SAFE, "none"))
     assert len(asked) == 1 + 2, "each level is asked what it has at first and at the end, not at each look"

@@ -18,6 +18,7 @@ import pytest
 
 from tests.integration.test_concerns import attached, named
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
+from tests.support.slow_store import let_wait
 from tests.support.waits import stats_until, wait_until
 from transferd import Client, Engine, ReadStorageTask, Status, SwapOutTask, SyncClient, WriteStorageTask
 from transferd.cli.pool.master import free_port
@@ -96,7 +97,7 @@ class Sick:
 
 def slow(directory: Path, seconds: float) -> tuple[Path, dict[str, Any]]:
     file = directory / "seconds"
-    file.write_text(str(seconds))
+    let_wait(file, seconds)
     return file, {"backend": "tests.support.slow_store:SlowStore", "model": str(file)}
 
 
@@ -152,7 +153,7 @@ def test_task_hangs(tmp_path: Path) -> None:
                 assert (await pending).status is Status.OK
 
         asyncio.run(push())
-        file.write_text("0")
+        let_wait(file, 0)
         sick.over(client, "task_hangs")
 
 

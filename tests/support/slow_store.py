@@ -18,6 +18,13 @@ from transferd.storage.memory import MemoryStorage
 LOOK_S = 0.05
 
 
+def let_wait(file: Path, seconds: float) -> None:
+    """Say how long each call waits from now on. The daemon reads the old number or the new one, never an empty file."""
+    new = file.with_suffix(".new")
+    new.write_text(str(seconds))
+    new.replace(file)
+
+
 class SlowStore(MemoryStorage):
     """Memory that waits first."""
 
