@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import re
@@ -161,6 +162,22 @@ async def test_a_server_that_stands_still_costs_the_timeout_once(
         os.kill(server.pid, signal.SIGCONT)
     await until(lambda: store.storage.statistics()["breaker"] == "closed", "the breaker closes", within=30)
     assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
+
+
+async def test_a_call_that_a_dead_server_failed_gives_its_slots_back(
+    open_storage: Open, server: S3Server, tmp_path: Path
+) -> None:
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
+    server.kill()
+    slot = bytearray(SIZE)
+
+    async def load() -> None:
+        with pytest.raises(StorageUnavailable, match="cannot be reached"):
+            await store.storage.load([Item(name("aa"), SIZE)], None, [memoryview(slot)])
+
+    await load()
+    gc.collect()
+    slot.clear()  # BufferError while anybody has a view of it
 
 
 async def test_a_server_that_stands_still_costs_the_timeout_once_for_many_objects(

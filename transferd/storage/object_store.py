@@ -121,8 +121,8 @@ class ObjectStorage(Storage):
         self._open = False
         self._now = clock.monotonic
         self._answered = -math.inf  # when a call was last answered
-        # the error of a call that failed while no other call was answered; None once one is
-        self._silent: StorageUnavailable | None = None
+        # why a call failed while no other call was answered; "" once one is. A text: an error would keep its frames
+        self._silent = ""
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:
@@ -338,11 +338,11 @@ class ObjectStorage(Storage):
         def attempt(item: S) -> T | StorageError:
             try:
                 self._breaker.check()  # it may have opened since
-                if self._silent is not None:
-                    raise self._silent
+                if self._silent:
+                    raise StorageUnavailable(self._silent)
                 return self._noted(call, item)
             except StorageError as error:
-                return bare(error)  # some are kept, and frames hold the caller's buffers
+                return bare(error)  # frames hold the caller's buffers
 
         shared = SharedItems(attempt, items)
         shares = shared.shares(min(at_once or self._section.concurrency, self._section.concurrency))
@@ -363,16 +363,16 @@ class ObjectStorage(Storage):
         except (BaseError, OSError, ValueError, StorageError) as error:
             problem = translated(error)
             if not isinstance(problem, StorageUnavailable):
-                self._answered, self._silent = self._now(), None
+                self._answered, self._silent = self._now(), ""
             elif began > self._answered:
-                self._silent = problem
+                self._silent = str(problem)
             raise problem from None
-        self._answered, self._silent = self._now(), None
+        self._answered, self._silent = self._now(), ""
         return result
 
     def _open_if_silent(self) -> None:
-        if (silent := self._silent) is not None:
-            self._breaker.failed(str(silent))
+        if silent := self._silent:
+            self._breaker.failed(silent)
 
     async def _in_thread(self, direction: Direction, call: Callable[[], None], what: str) -> None:
         """Make one call that no task waits for. Raises ConfigError, StorageError."""

@@ -224,7 +224,7 @@ class StreamGate:
             if self._closing:
                 raise Closed("the device memory is being closed")
             if self._lost is not None:
-                raise self._lost
+                raise self._lost.with_traceback(None)  # else each caller's frames stay
             if self._thread is None:
                 self._thread = start_thread(self._name, self._serve)
             held = GateWait(self, value, passed)
