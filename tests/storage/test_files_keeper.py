@@ -421,6 +421,19 @@ async def test_a_purge_says_that_it_could_not_look_everywhere(
     assert not on_disk(tmp_path)
 
 
+async def test_a_disk_that_returns_during_a_purge_of_one_engine_takes_nothing_of_others(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    """It brought the order to the other disks, where only the engine's space was known by then, not whose is what."""
+    harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
+    await put(harness, names(10))  # nobody's
+    purge = asyncio.ensure_future(keeper(harness).purge(Selection(owner=OWNER)))
+    await asyncio.sleep(0)  # it has begun
+    await keeper(harness).catch_up()
+    assert (await purge).objects == 0
+    assert await there(harness, names(10)) == set(names(10))
+
+
 async def test_what_a_start_could_not_look_at_goes_at_the_next_start(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

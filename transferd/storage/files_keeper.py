@@ -77,6 +77,8 @@ class FilesKeeper(Keeper):
             return sum((one.total for one in would), Purged())
         order = self._book.purge(selection, by, self.space_of(selection.owner))
         live = self._live
+        for place in live:  # a disk that returns meanwhile does not apply it there: the lists no longer know owners
+            place.tried.add(order.id)
         dropped = await every([place.index_keeper.drop(selection) for place in live])
         self._book.unpin(name for one in dropped for name in one.pinned)
         kept_by, left = await self.record(), list[StorageError]()
