@@ -162,6 +162,35 @@ async def test_a_level_that_gives_up_a_call_that_still_runs_leaves_its_blocks_to
     await outcomes.returned
 
 
+async def test_slots_of_a_level_left_as_too_slow_return_when_the_call_that_it_gives_up_has_ended(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(level, "FLOOR_S", 0.05)
+    monkeypatch.setattr(level, "TIMES", 0)
+    store, each = await three(open_storage)
+    for _ in range(level.FEWEST_SAMPLES):
+        await store.get((name(0), NBYTES))
+    good, running = each[1].load, asyncio.get_running_loop().create_future()
+    unavailable = Outcome(Found.FAILED, StorageUnavailable("a node does not answer"))
+
+    async def load(items: list[Item], drain: Taken | None, slots: list[memoryview]) -> list[Outcome]:
+        await good(items, drain, slots)
+        return Outcomes.after([unavailable] * len(items), [running])
+
+    each[1].load = load  # type: ignore[assignment, method-assign]
+    each[1].gate.clear()
+    outcomes = await store.storage.load([Item(name(0), NBYTES)], None, [store.buffer(NBYTES)])
+    assert list(outcomes) == [LEFT]
+    assert isinstance(outcomes, Outcomes)
+    each[1].gate.set()
+    await until(lambda: not store.levels.all_levels[1].stuck, "the level's call has ended")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not outcomes.returned.done(), "the library's call still writes to the slot"
+    running.set_result(None)
+    await outcomes.returned
+
+
 async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

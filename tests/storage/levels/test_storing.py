@@ -108,6 +108,31 @@ async def test_slots_that_a_failed_store_still_uses_are_filled_with_nothing_else
     await outcomes.returned
 
 
+async def test_slots_of_a_hung_store_return_when_the_call_that_it_gives_up_has_ended(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, first = await hung(open_storage, tmp_path, monkeypatch)
+    failed, running = Outcome(Found.FAILED, StorageError("hangs")), asyncio.get_running_loop().create_future()
+
+    async def call(items: list[Item], *_: object) -> list[Outcome]:
+        await first.gate.wait()
+        return Outcomes.after([failed] * len(items), [running])
+
+    monkeypatch.setattr(first, "store", call)
+    slot = store.buffer(NBYTES)
+    slot[:] = content(0)
+    outcomes = await store.storage.store([Item(NAMES[0], NBYTES, Use(), 0)], None, [slot])
+    assert list(outcomes) == [STORED]
+    assert isinstance(outcomes, Outcomes)
+    first.gate.set()
+    await until(lambda: not store.levels.all_levels[0].stuck, "the level's call has ended")
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not outcomes.returned.done(), "the library's call still reads the slot"
+    running.set_result(None)
+    await outcomes.returned
+
+
 async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

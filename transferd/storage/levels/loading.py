@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import every
 from transferd.runtime.threads import Direction
-from transferd.storage.base import LEFT, MISSING, Drainer, Found, Item, Outcome, Outcomes
+from transferd.storage.base import LEFT, MISSING, Drainer, Found, Item, Outcome, Outcomes, with_slots_back
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.promotion import Buffer, Buffers
@@ -107,7 +108,7 @@ class StackLoad:
         self._outcomes: dict[int, Outcome] = {}
         self._next = [first] * len(items)  # the first level that was not tried
         self._errors: dict[int, StorageError] = {}
-        self._late: list[asyncio.Future[None]] = []
+        self._late: list[asyncio.Future[Any]] = []
 
     async def run(self) -> list[Outcome]:
         todo = [i for i in range(len(self._items)) if i not in self._outcomes]
@@ -229,10 +230,9 @@ class StackLoad:
         def ended(done: asyncio.Future[list[Outcome]]) -> None:
             level.unstick(names)
             level.loads.returned(None if done.exception() else parts.now() - began, nbytes)
-            returned.set_result(None)
 
-        returned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         loading.add_done_callback(ended)
+        returned = asyncio.ensure_future(with_slots_back(loading))
         self._late.append(returned)
         parts.watch(returned)
         if taking is not None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
-from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes
+from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, with_slots_back
 from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
@@ -169,7 +170,7 @@ class _Store:
         self._slots = slots
         self._room = room
         self._outcomes: dict[int, Outcome] = {}
-        self._late: list[asyncio.Future[None]] = []
+        self._late: list[asyncio.Future[Any]] = []
         self._left: set[int] = set()  # objects that the caller makes again, in other slots
         self._born = parts.fences.number
 
@@ -249,7 +250,6 @@ class _Store:
         parts, items = self._parts, [self._items[i] for i in which]
         level.stores.late()
         level.stick(item.name for item in items)
-        returned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def ended(done: asyncio.Future[list[Outcome]]) -> None:
             level.unstick(item.name for item in items)
@@ -257,9 +257,9 @@ class _Store:
             if done.exception() is None:
                 for item, answer in zip(items, done.result(), strict=True):
                     self._stored(level, item, answer, ())
-            returned.set_result(None)
 
         storing.add_done_callback(ended)
+        returned = asyncio.ensure_future(with_slots_back(storing))
         self._late.append(returned)
         parts.watch(returned)
 
