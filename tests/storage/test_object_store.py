@@ -33,7 +33,7 @@ from transferd.config import StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.aws_profile import BEFORE
-from transferd.storage.base import FOUND, MISSING, STORED, Found, Item
+from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Found, Item
 from transferd.storage.object_store import PROBE, ObjectStorage
 from transferd.storage.paths import quoted
 
@@ -46,6 +46,15 @@ def name(text: str) -> str:
 
 def content(seed: int, nbytes: int = SIZE) -> bytes:
     return random.Random(seed).randbytes(nbytes)
+
+
+class Ended:
+    """The drain of a task that has ended."""
+
+    wanted = False
+
+    def __call__(self, _i: int, _data: memoryview, /) -> bool:
+        raise AssertionError("the task has ended")
 
 
 @pytest.fixture
@@ -164,6 +173,33 @@ async def test_a_server_that_stands_still_costs_the_timeout_once(
     assert await store.get((name("aa"), SIZE)) == [(FOUND, content(1))]
 
 
+@pytest.mark.parametrize("unasked", ["avoided", "over", "not made"])
+async def test_what_asks_the_server_nothing_does_not_count_as_its_answer(
+    open_storage: Open, server: S3Server, tmp_path: Path, unasked: str
+) -> None:
+    store = await open_storage(object_storage(server, tmp_path.name, timeout=1.0))
+    assert await store.put((name("aa"), content(1)), (name("bb"), content(2))) == [STORED] * 2
+    assert isinstance(store.storage, ObjectStorage)
+    if unasked == "avoided":
+        store.storage._suspects.avoid(name("bb"))
+    freeze(server.pid)
+    try:
+        loading = asyncio.ensure_future(store.get((name("aa"), SIZE)))
+        await until(store.storage.abandon, "the server is asked")
+        item, slots = Item(name("bb"), SIZE), [store.buffer(SIZE)]
+        if unasked == "avoided":
+            assert await store.storage.load([item], None, slots) == [MISSING]
+        elif unasked == "over":
+            assert await store.storage.load([item], Ended(), []) == [LEFT]
+        else:
+            assert await store.storage.store([item], lambda *_: False, slots) == [LEFT]
+        with pytest.raises(StorageUnavailable, match="cannot be reached"):
+            await loading
+        assert store.storage.statistics()["breaker"] != "closed"
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
 async def test_a_call_that_a_dead_server_failed_gives_its_slots_back(
     open_storage: Open, server: S3Server, tmp_path: Path
 ) -> None:
@@ -251,13 +287,6 @@ async def test_objects_answered_as_stored_survive_a_kill(open_storage: Open, ser
 async def test_a_load_past_the_end_of_its_task_touches_nothing(open_storage: Open, tmp_path: Path) -> None:
     store = await open_storage(object_storage(object_server(), tmp_path.name))
     assert await store.put((name("aa"), content(1))) == [STORED]
-
-    class Ended:
-        wanted = False
-
-        def __call__(self, _i: int, _data: memoryview, /) -> bool:
-            raise AssertionError("the task has ended")
-
     [outcome] = await store.storage.load([Item(name("aa"), SIZE)], Ended(), [])
     assert outcome.found is Found.LEFT
 

@@ -209,15 +209,13 @@ class ObjectStorage(Storage):
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
         if problem := self._suspects.bad_link:
             raise StorageUnavailable(f"{problem}; nothing is loaded from the bucket for a while")
-        avoided = {i for i, item in enumerate(items) if self._suspects.avoided(item.name)}
-        doubted = {i for i, item in enumerate(items) if i not in avoided and self._suspects.doubted(item.name)}
+        asked = [i for i, item in enumerate(items) if not self._suspects.avoided(item.name)]
+        doubted = {i for i in asked if self._suspects.doubted(items[i].name)}
         short: list[int] = []  # objects of another length, twice
         second: list[int] = []  # that came over the other connection
         odd: list[int] = []  # that nobody took
 
         def load(position: int) -> Outcome:
-            if position in avoided:
-                return MISSING
             if drain is not None and not drain.wanted:
                 return LEFT
             item = items[position]
@@ -231,6 +229,7 @@ class ObjectStorage(Storage):
             if body is None or len(body) != item.nbytes:
                 return MISSING
             if drain is not None:
+                self._heard()  # though it may be LEFT
                 if drain(position, body):
                     return FOUND
                 if drain.wanted:  # it does not look right; the caller loads it again, to be sure
@@ -239,7 +238,8 @@ class ObjectStorage(Storage):
             np.copyto(np.asarray(slots[position]), np.asarray(body))
             return FOUND
 
-        outcomes = self._counted(await self._each(Direction.IN, range(len(items)), load))
+        answers = dict(zip(asked, await self._each(Direction.IN, asked, load), strict=True))
+        outcomes = self._counted([answers.get(i, MISSING) for i in range(len(items))])
         self._counts["wrong_length"] += len(short)
         for position in short:
             self._suspects.avoid(items[position].name)
@@ -363,12 +363,16 @@ class ObjectStorage(Storage):
         except (BaseError, OSError, ValueError, StorageError) as error:
             problem = translated(error)
             if not isinstance(problem, StorageUnavailable):
-                self._answered, self._silent = self._now(), ""
+                self._heard()
             elif began > self._answered:
                 self._silent = str(problem)
             raise problem from None
-        self._answered, self._silent = self._now(), ""
+        if result is not LEFT:  # else nothing may have been asked
+            self._heard()
         return result
+
+    def _heard(self) -> None:
+        self._answered, self._silent = self._now(), ""
 
     def _open_if_silent(self) -> None:
         if silent := self._silent:
