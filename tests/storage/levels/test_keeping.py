@@ -139,6 +139,24 @@ async def test_an_owners_purge_hides_its_space_in_a_shared_level_and_many_purges
     assert (await store.levels.where(names))["object"] == [False, False]
 
 
+async def test_a_purge_of_an_owner_without_a_space_hides_only_names_without_one(open_storage: Open) -> None:
+    """Under FastDeploy's schema."""
+    first, pool = MemoryStorage(memory_config(2**20)), gated(MemoryStorage(memory_config(2**20)), "object", asks=True)
+    store = await open_storage(stack(first, pool))
+    me, other = EngineOwner("me", 1), EngineOwner("other", 1)
+    keeper = store.storage.keeper
+    assert keeper is not None
+    keeper.claim(me, "", 0.0)
+    keeper.claim(other, "demo/0123456789abcdef", 0.0)
+    names = ["plain", name(1)]
+    assert await store.put(*((one, b"a" * 100) for one in names)) == [STORED] * 2
+    await store.levels.flush(10)
+    await keeper.purge(Selection(owner=me))
+    assert (await store.levels.where(names))["object"] == [False, True]
+    await keeper.purge(Selection(owner=EngineOwner("nobody knows whose", 1)))
+    assert (await store.levels.where(names))["object"] == [False, False], "its space may be any"
+
+
 async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_apart_from_it(open_storage: Open) -> None:
     first, lower = MemoryStorage(memory_config(2000)), gated(MemoryStorage(memory_config(2**20)), "lower")
     store = await open_storage(stack(first, lower))

@@ -51,7 +51,10 @@ class LevelsKeeper(Keeper):
         parts = self._parts
         with parts.fences.purge(selection):
             if selection.unused_s is None:  # of their age there nobody here knows
-                hides = dataclasses.replace(selection, space=self.space_of(selection.owner))
+                space, owner = self.space_of(selection.owner), selection.owner
+                if space is None and owner is not None and any(one.owner == owner for one in self.holdings()):
+                    space = ""  # of names without one
+                hides = dataclasses.replace(selection, space=space)
                 for level in self._without:
                     level.hidden.purge(hides)
             # Only a level has an object's owner and age. With such a selection queued objects stay, and go with their
