@@ -191,6 +191,24 @@ async def test_slots_of_a_level_left_as_too_slow_return_when_the_call_that_it_gi
     await outcomes.returned
 
 
+async def test_a_later_round_gets_no_slots_that_a_call_of_an_earlier_one_still_uses(open_storage: Open) -> None:
+    store, each = await three(open_storage)
+    running = asyncio.get_running_loop().create_future()
+    unavailable = Outcome(Found.FAILED, StorageUnavailable("a node does not answer"))
+
+    async def load(*_: object) -> list[Outcome]:
+        return Outcomes.after([MISSING, unavailable], [running])
+
+    each[1].load = load  # type: ignore[assignment, method-assign]
+    items, slots = [Item(name(i), NBYTES) for i in range(2)], [store.buffer(NBYTES) for _ in range(2)]
+    outcomes = await store.storage.load(items, Taken(), slots)
+    assert not each[2].loads, "the slots are in use"
+    assert list(outcomes) == [LEFT] * 2
+    assert isinstance(outcomes, Outcomes)
+    running.set_result(None)
+    await outcomes.returned
+
+
 async def test_a_slow_level_without_a_substitute_is_waited_for(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,8 @@ class StackLoad:
             await every(self._ask(level, which, [self._slots[i] for i in which]) for level, which in groups.items())
             return
         need = [level for level in groups if level.storage.slots_at_once]
-        if not self._slots:  # the objects have left the memory since the caller called `slots_for`
+        # The objects have left the memory since the caller called `slots_for`, or an earlier round's call uses them.
+        if not self._slots or self._late:
             for level in need:
                 self._outcomes.update(dict.fromkeys(groups.pop(level), LEFT))
             need = []
