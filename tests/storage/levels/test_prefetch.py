@@ -144,6 +144,52 @@ async def test_a_prefetch_is_bounded_in_bytes(open_storage: Open) -> None:
     assert last.there([name(11)]) == [True]
 
 
+async def test_an_object_that_left_and_was_brought_again_is_kept_again(open_storage: Open) -> None:
+    store, _ = await two(open_storage, 1, capacity=16 * NBYTES)
+    one, other = begin(store), begin(store)
+    await one.bring(objects([0]))
+    await store.levels.all_levels[0].storage.quarantine(name(0))
+    await other.bring(objects([0]))
+    assert row(store, "kept_bytes") == NBYTES
+    for i in range(100, 140):
+        await store.put((name(i), content(i)))
+    assert other.there([name(0)]) == [True]
+    other.release()
+    assert row(store, "kept_bytes") == NBYTES, "the first prefetch has not ended"
+    one.release()
+    assert row(store, "kept_bytes") == 0
+
+
+async def test_an_object_that_comes_to_a_faster_level_is_kept_there(open_storage: Open) -> None:
+    store, _ = await two(open_storage, 1, capacity=16 * NBYTES)
+    low, high = begin(store, "lower"), begin(store)
+    await low.bring(objects([0]))
+    assert (row(store, "kept_bytes"), row(store, "kept_bytes", 1)) == (0, NBYTES)
+    await high.bring(objects([0]))
+    assert (row(store, "kept_bytes"), row(store, "kept_bytes", 1)) == (NBYTES, 0)
+    for i in range(100, 140):
+        await store.put((name(i), content(i)))
+    assert high.there([name(0)]) == [True]
+
+
+async def test_what_has_left_takes_no_room_of_prefetches(open_storage: Open) -> None:
+    store, _ = await two(open_storage, 4, capacity=16 * NBYTES)
+    one, other = begin(store), begin(store)
+    await one.bring(objects(range(4)))
+    await store.levels.keeper.purge(ALL)
+    for i in range(10, 14):
+        assert await store.put((name(i), content(i))) == [STORED]
+    await store.levels.flush(10)
+    for i in range(10, 14):
+        await store.levels.all_levels[0].storage.quarantine(name(i))
+    await other.bring(objects(range(10, 14)))
+    assert other.error is None
+    assert other.there([name(i) for i in range(10, 14)]) == [True] * 4
+    assert row(store, "kept_bytes") == 4 * NBYTES
+    one.release()
+    assert row(store, "kept_bytes") == 4 * NBYTES
+
+
 async def test_a_prefetch_evicts_no_held_object_of_a_full_level(open_storage: Open) -> None:
     store, lower = await two(open_storage, 4, capacity=8 * NBYTES)
     first = store.levels.all_levels[0].storage

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_name
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable, TransferError
@@ -42,7 +42,7 @@ class Kept:
 
     level: StoreLevel
     nbytes: int
-    by: set[StackBringing] = field(default_factory=set)
+    by: set[StackBringing]
 
 
 class StackBringing(Bringing):
@@ -173,15 +173,23 @@ class StackPrefetcher(Prefetcher):
     def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
         if one.free_only or one.stopped:
             return
-        kept = self._kept.get(name)
-        if kept is None:
-            nbytes = level.storage.index.hold(name, AWAITED)
-            if nbytes is None:  # it has just left
-                return
-            kept = self._kept[name] = Kept(level, nbytes)
-            self._kept_bytes[level.number] += nbytes
-        kept.by.add(one)
-        one.kept.add(name)
+        by = {one}
+        if (kept := self._kept.get(name)) is not None:  # perhaps in another level, or gone and brought again
+            by |= kept.by
+            self._let_go(name, kept, one.use)
+        nbytes = level.storage.index.hold(name, AWAITED)
+        if nbytes is None:  # it has just left
+            return
+        self._kept[name] = Kept(level, nbytes, by)
+        self._kept_bytes[level.number] += nbytes
+        for each in by:
+            each.kept.add(name)
+
+    async def _forget_gone(self, use: Use) -> None:
+        """Let go of what has left its level: purged, damaged, or with its medium."""
+        async for name, kept in in_turns(list(self._kept.items())):
+            if self._kept.get(name) is kept and kept.level.has([name]) != [True]:
+                self._let_go(name, kept, use)
 
     def kept_bytes(self, level: StoreLevel) -> int:
         return self._kept_bytes[level.number]
@@ -198,6 +206,8 @@ class StackPrefetcher(Prefetcher):
         awaited = parts.promotions.awaited
         awaited.update(left)
         try:
+            if not one.free_only and not self._fits(one, one.level, sum(item.nbytes for item in items)):
+                await self._forget_gone(one.use)
             for batch in _batches(items):
                 async with self._turn:
                     if one.stopped or self._closing or isinstance(one.error, StorageFull):
