@@ -13,7 +13,7 @@ from tests.storage.harness import Harness, Open, file_config, memory_config
 from tests.support.blobs import get, promise, put
 from tests.support.gated_storage import gated, stack
 from transferd.config import Config, LevelSection, from_tree
-from transferd.errors import ConfigError
+from transferd.errors import Closed, ConfigError, StorageError
 from transferd.storage.base import FOUND, STORED, Blob, Found, Item, Storage
 from transferd.storage.file import FileStorage
 from transferd.storage.levels.stack import LevelsStorage
@@ -210,3 +210,18 @@ async def test_pins_cost_a_store_and_a_load_nothing(open_storage: Open, shared: 
         calls.append(seen)
         store.reuse_memory()
     assert calls[1] < calls[0] + 200, calls
+
+
+async def test_a_stack_whose_buffers_cannot_be_registered_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    each = [gated(MemoryStorage(memory_config(10 * NBYTES)), one) for one in ("first", "last")]
+
+    def register(_: object) -> None:
+        raise StorageError("no more memory can be registered")
+
+    monkeypatch.setattr(each[0], "register", register)
+    storage = stack(*each)
+    with pytest.raises(StorageError, match="no more memory"):
+        await storage.open()
+    for one in each:
+        with pytest.raises(Closed):
+            await one.exists([name(0)])

@@ -129,12 +129,12 @@ class LevelsStorage(Storage, Index, Levels):
                 await level.storage.open()
                 opened.append(level)
                 level.opened()
+            self._promotions.buffers.open([level.storage for level in self.all_levels[:-1]])
         except BaseException:
             for level in opened:
                 await level.storage.close()
             self._threads.close()
             raise
-        self._promotions.buffers.open([level.storage for level in self.all_levels[:-1]])
         self._open = True
         self._sweep.open()
 
