@@ -26,7 +26,7 @@ from tests.storage.real_disks import (
     writable,
 )
 from tests.support.waits import until
-from transferd.errors import ConfigError
+from transferd.errors import ConfigError, StillRunning
 from transferd.storage.base import Found
 from transferd.storage.keeping import PinState
 from transferd.storage.paths import path_of
@@ -261,3 +261,22 @@ async def test_shares_pins_and_purges_are_of_all_disks_together(open_storage: Op
     assert (await keeper.purge(Selection(model="m"), dry_run=True)).objects == 20
     assert (await keeper.purge(Selection(model="m"))).bytes == 20 * NBYTES
     assert await there(harness, names(10)) == set()
+
+
+async def test_a_disk_that_hangs_keeps_no_other_from_being_closed(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = disks([tmp_path / name for name in "abc"])
+    await open_storage(store)
+    first, *others = store._all
+    close = first.close
+
+    async def hangs() -> None:
+        await close()
+        raise StillRunning("a call hangs")
+
+    with monkeypatch.context() as ill:
+        ill.setattr(first, "close", hangs)
+        with pytest.raises(StillRunning, match="a call hangs"):
+            await store.close()
+    assert [disk._closed for disk in others] == [True, True]

@@ -210,15 +210,14 @@ class Disks(Storage, Index):
         await every([disk.open_anew() for disk in self._live])
 
     async def close(self) -> None:
-        errors = []
-        for disk in self._all:
-            try:
-                await disk.close()
-            except StorageError as error:
-                if not disk.lost:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+        await every(map(self._close, self._all))
+
+    async def _close(self, disk: Disk) -> None:
+        try:
+            await disk.close()
+        except StorageError:
+            if not disk.lost:
+                raise
 
     def abandon(self) -> list[str]:
         return [call for disk in self._all for call in disk.abandon()]
