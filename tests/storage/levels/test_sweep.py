@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,24 @@ async def test_a_level_that_does_not_answer_costs_the_close_nothing(open_storage
     remote.gate.set()  # the call that runs
     await closing
     assert remote.asked == 1
+
+
+async def test_a_comparison_that_has_ended_is_not_kept_and_its_failure_is_seen(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = MemoryStorage(memory_config(1000 * NBYTES))
+    store = await open_storage(stack(first, gated(MemoryStorage(memory_config(1000 * NBYTES)), "last", asks=True)))
+    starting = store.levels._sweep._starting
+    await until(lambda: not starting, "the first comparison has ended")
+    failures: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(str(context["exception"])))
+
+    def broken() -> Iterator[tuple[str, int]]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(first.index, "hottest_first", broken)
+    await store.levels.change("last", leaves=False)
+    assert len(starting) == 1
+    await until(lambda: not starting, "the next one, too")
+    gc.collect()
+    assert failures == ["a bug"]

@@ -56,14 +56,13 @@ class Sweep:
             if back.level.known:
                 back.level.storage.index.observe(functools.partial(self._noted, back))
             else:
-                self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
+                self._start(back)
 
     async def close(self) -> None:
-        starting, self._starting = self._starting, set()
-        for task in starting:
+        for task in self._starting:
             task.cancel()
-        if starting:
-            await asyncio.wait(starting)
+        if self._starting:
+            await asyncio.wait(set(self._starting))
         for sweep in self._sweeps.values():
             await sweep.close()
 
@@ -91,7 +90,7 @@ class Sweep:
             lost_some = back.level.known and back.level.number > level.number
             is_asked = back.level is level and not level.known
             if lost_some or is_asked:
-                self._starting.add(asyncio.get_running_loop().create_task(self._compare(back)))
+                self._start(back)
 
     # --- inside -------------------------------------------------------------------------------------
 
@@ -147,6 +146,11 @@ class Sweep:
             lacking[name] = None
         if lacking:
             self._sweeps[back].soon()
+
+    def _start(self, back: WriteBack) -> None:
+        task = asyncio.get_running_loop().create_task(self._compare(back))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
 
     async def _compare(self, back: WriteBack) -> None:
         """Remember what the level lacks of each level above; of the last used objects, if it must be asked."""
