@@ -590,8 +590,8 @@ MUTANTS = (
     Mutant(
         "a level that hangs returns its slots before its reads have ended",
         "storage/levels/loading.py",
-        "        self._late.append(returned)\n        parts.watch(returned)\n        if taking is not None:",
-        "        parts.watch(returned)\n        if taking is not None:",
+        "        self._late.append(parts.late.begin(with_slots_back(loading)))",
+        "        parts.late.begin(with_slots_back(loading))",
         finder="store_world",
     ),
     Mutant(

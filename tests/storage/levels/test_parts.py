@@ -24,10 +24,10 @@ def parts() -> StackParts:
 async def test_late_calls_are_waited_for_even_if_they_fail() -> None:
     shared = parts()
     late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    shared.watch(late)
-    waiting = asyncio.ensure_future(shared.late_ended())
+    shared.late.begin(late)
+    waiting = asyncio.ensure_future(shared.late.settled())
     await asyncio.sleep(0)
     assert not waiting.done()
     late.set_exception(StorageError("late"))
     await waiting
-    assert not shared._late
+    assert len(shared.late) == 0

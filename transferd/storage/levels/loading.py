@@ -189,8 +189,7 @@ class StackLoad:
         else:
             level.loads.ended(parts.now() - began, nbytes)
         if isinstance(outcomes, Outcomes):  # the level hangs, and may still write to the slots
-            self._late.append(outcomes.returned)
-            parts.watch(outcomes.returned)
+            self._late.append(parts.late.begin(outcomes.returned))
             if self._may_be_elsewhere(level, items):
                 outcomes = [LEFT if outcome.found is Found.FAILED else outcome for outcome in outcomes]
         self.sort(level, which, outcomes)
@@ -233,9 +232,7 @@ class StackLoad:
             level.loads.returned(None if done.exception() else parts.now() - began, nbytes)
 
         loading.add_done_callback(ended)
-        returned = asyncio.ensure_future(with_slots_back(loading))
-        self._late.append(returned)
-        parts.watch(returned)
+        self._late.append(parts.late.begin(with_slots_back(loading)))
         if taking is not None:
             parts.promotions.buffers.give_back(list(taking.copies.values()))
 

@@ -68,7 +68,7 @@ class LookUps:
         await asyncio.wait([asking], timeout=LOOK_UP_S if limit is None else limit)
         if not asking.done():
             level.lookups.late()
-            self._parts.watch(asking)
+            self._parts.late.begin(asking)
             asking.add_done_callback(
                 lambda done: level.lookups.returned(None if done.exception() else self._parts.now() - began)
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transferd.errors import StorageError
-from transferd.runtime.aio import answered
+from transferd.runtime.aio import Background, answered
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
@@ -43,22 +43,8 @@ class StackParts:
         self.unsaved: dict[str, Unsaved] = {}
         self.write_backs: list[WriteBack] = []
         self.storing: set[asyncio.Future[None]] = set()  # the ends of stores that run
-        self._late: set[asyncio.Future[Any]] = set()
+        self.late = Background()  # calls that outlive their task, and that a close waits for
         self._withdrawing: set[asyncio.Future[Any]] = set()
-
-    def watch(self, late: asyncio.Future[Any]) -> None:
-        """Wait for this before the levels close."""
-        self._late.add(late)
-        late.add_done_callback(self._ended)
-
-    def _ended(self, late: asyncio.Future[Any]) -> None:
-        self._late.discard(late)
-        if not late.cancelled():
-            late.exception()  # mark it as retrieved: no caller waits for it any more
-
-    async def late_ended(self) -> None:
-        while self._late:
-            await asyncio.wait(self._late)
 
     def source(self, level: StoreLevel, name: str) -> StoreLevel | None:
         """The first level above this one from which an object can be copied there."""
@@ -80,10 +66,9 @@ class StackParts:
         keeper = level.storage.keeper
         if keeper is None:  # its objects are others' as well
             return answered(None)
-        removing = asyncio.ensure_future(_removed(keeper, name))
+        removing = self.late.begin(_removed(keeper, name))
         self._withdrawing.add(removing)
         removing.add_done_callback(self._withdrawing.discard)
-        self.watch(removing)
         return removing
 
     async def settled(self, backs: Sequence[WriteBack]) -> None:
@@ -109,9 +94,7 @@ class StackParts:
     def put_aside(self, level: StoreLevel, name: str) -> asyncio.Future[object]:
         """Begin a quarantine now: a level with an index has dropped the object when this returns."""
         level.unsettle(name)
-        future = asyncio.ensure_future(level.storage.quarantine(name))
-        self.watch(future)
-        return future
+        return self.late.begin(level.storage.quarantine(name))
 
 
 async def _removed(keeper: Keeper, name: str) -> None:

@@ -64,8 +64,7 @@ class Proving:
 
     async def _watched(self, call: Any) -> list[bool]:
         """Await a call that goes on if this is cancelled, and that the close of the levels waits for."""
-        asking: asyncio.Future[list[bool]] = asyncio.ensure_future(call)
-        self._parts.watch(asking)
+        asking: asyncio.Future[list[bool]] = self._parts.late.begin(call)
         await asyncio.wait([asking], timeout=HANGS_S)
         if not asking.done():
             raise StorageUnavailable(f"a level of storage has not said for {HANGS_S:.0f} s what it has")

@@ -226,7 +226,7 @@ class LevelsStorage(Storage, Index, Levels):
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
-        ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late_ended()]
+        ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late.settled()]
         closing = asyncio.ensure_future(every([*ends, prefetched, self._sweep.close()]))
         _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
         if hanging:

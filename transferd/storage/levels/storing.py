@@ -259,9 +259,7 @@ class _Store:
                     self._stored(level, item, answer, ())
 
         storing.add_done_callback(ended)
-        returned = asyncio.ensure_future(with_slots_back(storing))
-        self._late.append(returned)
-        parts.watch(returned)
+        self._late.append(parts.late.begin(with_slots_back(storing)))
 
     def _stored(self, level: StoreLevel, item: Item, answer: Outcome, room: Collection[WriteBack]) -> None:
         """Take up a level's answer for an object."""
