@@ -43,7 +43,7 @@ class Leaving:
 
     async def drain(self, name: str) -> LevelChange:
         """Take a level out. Returns when that is over, or it was put back. Raises RequestError, or why it failed."""
-        level = self._level(name)
+        level = self._parts.named(name)
         if not level.leaving:
             if all(one.leaving for one in self._parts.levels if one is not level):
                 what = f"{name} is the only level that is in use"
@@ -61,7 +61,7 @@ class Leaving:
 
     async def use(self, name: str) -> LevelChange:
         """Put a level back. What a bucket or pool once had is not believed any more. Raises RequestError."""
-        level = self._level(name)
+        level = self._parts.named(name)
         if (draining := self._draining.get(level.number)) is not None:
             draining.cancel()
             await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
@@ -95,14 +95,6 @@ class Leaving:
             task.cancel()
         if self._draining:
             await asyncio.wait(self._draining.values())
-
-    def _level(self, name: str) -> StoreLevel:
-        level = next((one for one in self._parts.levels if one.name == name), None)
-        if level is None:
-            names = ", ".join(one.name for one in self._parts.levels)
-            what = f"this daemon has no level {name[:80]!r}; it has {names} (storage.levels)"
-            raise RequestError(what, code="unknown_level")
-        return level
 
     def _changed(self, level: StoreLevel, alone: dict[str, int]) -> LevelChange:
         """alone: the lengths of objects that no other level has, by name."""

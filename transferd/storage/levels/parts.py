@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transferd.errors import StorageError
+from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import Background, answered
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
@@ -45,6 +45,15 @@ class StackParts:
         self.storing: set[asyncio.Future[None]] = set()  # the ends of stores that run
         self.late = Background()  # calls that outlive their task, and that a close waits for
         self._withdrawing: set[asyncio.Future[Any]] = set()
+
+    def named(self, name: str) -> StoreLevel:
+        """Raises RequestError."""
+        level = next((one for one in self.levels if one.name == name), None)
+        if level is None:
+            names = ", ".join(one.name for one in self.levels)
+            what = f"this daemon has no level {name[:80]!r}; it has {names} (storage.levels)"
+            raise RequestError(what, code="unknown_level")
+        return level
 
     def source(self, level: StoreLevel, name: str) -> StoreLevel | None:
         """The first level above this one from which an object can be copied there."""

@@ -95,10 +95,7 @@ class StackPrefetcher(Prefetcher):
 
     def to(self, name: str, owner: Hashable, *, free_only: bool = False) -> StackBringing:
         """free_only: see StackBringing."""
-        level = next((one for one in self._parts.levels if one.name == name), None)
-        if level is None:
-            what = f"this daemon has no level {name[:80]!r}; it has {', '.join(self.levels)} (storage.levels)"
-            raise RequestError(what, code="unknown_level")
+        level = self._parts.named(name)
         if not level.known:
             what = f"the level {name} does not know its own objects, so nothing can be kept there"
             raise RequestError(f"{what}: name a level above it", code="backend_cannot")
