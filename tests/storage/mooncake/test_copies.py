@@ -178,6 +178,27 @@ async def test_the_last_drain_ends_what_runs_and_nothing_begins_after_it(monkeyp
     await pool.copies.close()
 
 
+async def test_a_drain_during_the_last_one_is_refused_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(monkeypatch, {"k": [1]})
+    looks: list[object] = []
+    real = pool.copied
+
+    def copied(tasks: Sequence[CopyTask]) -> list[bool | None]:
+        looks.append(tasks)
+        return [None] * len(tasks)
+
+    monkeypatch.setattr(pool, "copied", copied)
+    leaving = asyncio.ensure_future(pool.copies.leave(1000))
+    await until(lambda: looks)
+    drain = asyncio.ensure_future(pool.copies.drain())
+    looks.clear()
+    await until(lambda: len(looks) > 1 or leaving.done())
+    monkeypatch.setattr(pool, "copied", real)
+    assert (await leaving).left == 0
+    with pytest.raises(StorageUnavailable, match="stopping"):
+        await drain
+
+
 async def test_a_mend_makes_as_many_copies_as_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     record = "transferd/layouts/demo/0"  # a node that starts alone stores it
     pool = Pool(monkeypatch, {"one": [2], "two": [2, 3], "three": [1, 2, 3], record: [1]}, replica_num=3)

@@ -173,11 +173,12 @@ class Copies:
     # --- what is asked for ----------------------------------------------------------------------------
 
     async def drain(self, within_s: float = math.inf) -> CopiesMade:
-        """Copy the objects that only this node has to other nodes, for at most so long. Ends a pass that runs.
+        """Copy the objects that only this node has to other nodes, for at most so long. Ends a pass, but not the last.
 
         Raises RequestError, ConfigError, StorageError.
         """
-        self._by = -math.inf
+        if not self._leaving:
+            self._by = -math.inf
         return await self._pass(_alone, within_s)
 
     async def mend(self) -> CopiesMade:
