@@ -199,6 +199,27 @@ async def test_a_drain_during_the_last_one_is_refused_and_does_not_end_it(monkey
         await drain
 
 
+async def test_a_look_that_a_drain_ends_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(monkeypatch, {"both": [1, 2], "ours": [1]}, replica_num=2)
+    monkeypatch.setattr(module, "read_all", lambda *_: iter([pool._of(["both"]), pool._of(["ours"])]))
+
+    drains: list[asyncio.Future[CopiesMade]] = []
+
+    def begin_a_drain() -> None:
+        if not drains:
+            drains.append(asyncio.ensure_future(pool.copies.drain()))
+
+    pool.before = begin_a_drain
+    for look in (pool.copies.alone, pool.copies.mend, pool.copies.drain):
+        with pytest.raises(StorageUnavailable, match="the look at the pool was ended"):
+            await look()
+        assert await drains[0] == CopiesMade(1, 1000)
+        pool.objects["ours"] = {"10.0.0.1:1"}
+        drains.clear()
+    pool.before = lambda: None
+    assert await pool.copies.alone() == {"ours": 1000}
+
+
 async def test_a_mend_makes_as_many_copies_as_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     record = "transferd/layouts/demo/0"  # a node that starts alone stores it
     pool = Pool(monkeypatch, {"one": [2], "two": [2, 3], "three": [1, 2, 3], record: [1]}, replica_num=3)

@@ -252,11 +252,13 @@ class Copies:
             yield some
 
     async def _find(self, wanted: Callable[[PoolObject], bool], share: tuple[int, int] = (0, 1)) -> list[PoolObject]:
-        """What is wanted of the pool's objects, or of a share of them."""
+        """What is wanted of the pool's objects, or of a share of them. Raises StorageUnavailable if its time is up."""
         found: list[PoolObject] = []
         async for some in self._each(read_all(self.pages, share)):
+            if self._now() >= self._by:  # a part is no answer: the rest may be what is alone
+                raise StorageUnavailable("the look at the pool was ended: by another drain, a stop, or its time")
             found += filter(wanted, some)
-            if len(found) >= MOST_FOUND or self._now() >= self._by:
+            if len(found) >= MOST_FOUND:
                 break
         return self.recent.first(found)
 
