@@ -395,7 +395,7 @@ async def test_what_a_node_has_stored_outlives_its_daemon_where_another_process_
         async with node(settings, tmp_path) as running:
             assert (await running.read(ours, ours)).block_ids == list(ours)
             left = await running.client.drain_pool()
-            assert (left.left, left.why) == (2 * BLOCKS + 1, "the other nodes have no room"), "and the layout's record"
+            assert (left.left, left.why) == (2 * BLOCKS + 1, "no other node takes copies now"), "and a layout's record"
             with Lender(master, 64 * MIB, tmp_path / "other.log"):
                 assert (await running.client.drain_pool()).objects == left.left
                 process.send_signal(signal.SIGTERM)

@@ -186,7 +186,7 @@ async def test_a_stop_goes_on_if_nothing_can_be_copied(tmp_path: Path) -> None:
         async with engine(alone) as writer:
             await writer.until_stored(CHAINS[0])
             code, report = command(alone, "drain")
-            assert (code, report["objects"], report["why"]) == (1, 0, "the other nodes have no room")
+            assert (code, report["objects"], report["why"]) == (1, 0, "no other node takes copies now")
         lab.master.stop()
         assert alone.stop(timeout=60) == 0, alone.log
 

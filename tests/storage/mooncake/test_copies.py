@@ -143,7 +143,12 @@ async def test_no_room_and_refusals_are_said(monkeypatch: pytest.MonkeyPatch) ->
     pool = Pool(monkeypatch, {"a": [1], "b": [1]})
     pool.nodes = [node(1), node(2, used=ROOM)]
     assert await pool.copies.drain() == CopiesMade(0, 0, 2, 2000, "the other nodes have no room")
-    pool.nodes[1] = node(2)
+    for pool.nodes in ([node(1)], [node(1), node(2, takes=False)]):
+        assert await pool.copies.drain() == CopiesMade(0, 0, 2, 2000, "no other node takes copies now")
+    pool.nodes = [node(1), node(2)]
+    pool.peers.down["10.0.0.2:1"] = ""
+    assert (await pool.copies.drain()).why == "no other node takes copies now"
+    pool.peers.down.clear()
     monkeypatch.setattr(pool, "copy", lambda pairs: [error_codes.OBJECT_NOT_FOUND] * len(pairs))
     assert (await pool.copies.drain()).why == "OBJECT_NOT_FOUND, -704"
 

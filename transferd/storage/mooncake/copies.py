@@ -104,6 +104,11 @@ class FreeMemory:
         usable = (one for one in segments if one.takes and one.node not in without)
         self._free = {one: int(one.capacity * FILL) - one.used for one in usable}
 
+    def why_none(self, nodes: Collection[str]) -> str:
+        """Why an object of these nodes finds no segment."""
+        others = any(one.node not in nodes for one in self._free)
+        return "the other nodes have no room" if others else "no other node takes copies now"
+
     def take(self, nbytes: int, but: Collection[str], like: str = "") -> LentMemory | None:
         """A segment for an object, of none of the nodes `but`: the one named `like`, or the one with most room."""
         takes = int(nbytes * ROUNDED)
@@ -384,7 +389,7 @@ class _Run:
         self.call = Call()
         self.made = 0
         self.failed = ""  # why, the last time
-        self.no_room = False
+        self.no_room = ""  # why, the last time
         self.under_way: dict[CopyTask, tuple[PoolObject, LentMemory, float]] = {}
         self.most = UNDER_WAY
         self.looked_at = -math.inf
@@ -393,7 +398,7 @@ class _Run:
         self._last = (0, "")  # chain, segment
 
     def begin(self) -> None:
-        self.looked_at, self.no_room, self.failed = -math.inf, False, ""
+        self.looked_at, self.no_room, self.failed = -math.inf, "", ""
 
     def saw(self, segments: Sequence[LentMemory]) -> None:
         self._room = FreeMemory(segments, self._peers.down)
@@ -407,7 +412,7 @@ class _Run:
             chain = chain_of(held.key)
             segment = self._room.take(held.nbytes, held.nodes, self._last[1] if chain == self._last[0] else "")
             if segment is None:
-                self.no_room = True
+                self.no_room = self._room.why_none(held.nodes)
                 continue
             self._last = chain, segment.name
             chosen.append((held, segment))
@@ -437,8 +442,8 @@ class _Run:
 
     def why(self, *, late: bool) -> str:
         """Why objects are left."""
-        reasons = ["the time was up"] * late + ["the other nodes have no room"] * self.no_room
-        return "; ".join([*reasons, *([self.failed] if self.failed else [])]) or "they came meanwhile"
+        reasons = "the time was up" * late, self.no_room, self.failed
+        return "; ".join(filter(None, reasons)) or "they came meanwhile"
 
     def _waits_for(self) -> None:
         self.call.peers = frozenset(segment.node for _, segment, _ in self.under_way.values())
