@@ -14,7 +14,7 @@ from tests.support.blobs import get
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
 from transferd.config import MooncakeStorageSection
-from transferd.errors import StorageUnavailable
+from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, Blob, Found, Outcomes
 from transferd.storage.mooncake import MooncakeStorage, error_codes, peers
@@ -103,6 +103,19 @@ async def test_a_call_that_nothing_ends_is_answered_for_its_silent_node_and_keep
     release.set()
     await outcomes.returned
     assert bytes(buffer) == b"a"
+
+
+async def test_an_error_of_the_library_costs_the_objects_of_its_call_only(harness: Harness, pool: SimPool) -> None:
+    def before(operation: str, keys: Sequence[str]) -> None:
+        if (operation, list(keys)) in (("get", ["a"]), ("lengths", ["b"])):
+            raise StorageError(f"{operation} of {keys[0]}")
+
+    pool.before = before
+    pool.objects["b"] = b"long"
+    (a, _), c = await harness.get(("a", 1), ("c", 1))
+    assert (a.found, str(a.error), c) == (Found.FAILED, "get of a", (FOUND, b"c"))
+    (b, _), c = await harness.get(("b", 1), ("c", 1))
+    assert (b.found, str(b.error), c) == (Found.FAILED, "lengths of b", (FOUND, b"c"))
 
 
 async def test_a_failed_transfer_names_its_node_and_its_key(harness: Harness, pool: SimPool) -> None:

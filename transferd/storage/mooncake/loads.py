@@ -77,7 +77,7 @@ class Loads:
                 if merger.idle and self._by_peer.get(endpoint) is merger:
                     self._merged += merger.merged
                     del self._by_peer[endpoint]
-        except StorageUnavailable as error:
+        except StorageError as error:
             return dict.fromkeys(batch.keys, error)
         return dict(zip(batch.keys, answers, strict=True))
 

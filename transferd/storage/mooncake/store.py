@@ -462,7 +462,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             return {}
         try:
             lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch.keys))
-        except StorageUnavailable as error:
+        except StorageError as error:
             return dict.fromkeys(batch.keys, Outcome(Found.FAILED, error))
         outcomes = {}
         for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
