@@ -83,6 +83,14 @@ async def test_a_node_that_hangs_holds_up_its_own_objects_only(harness: Harness,
     assert await hanging == [(FOUND, b"c"), (FOUND, b"a")]
 
 
+async def test_a_node_that_nothing_waits_for_costs_nothing(harness: Harness, pool: SimPool) -> None:
+    """A node has another port in each of its lives."""
+    await asyncio.gather(*(harness.get((key, 1), ("c", 1)) for key in "ab"))
+    storage = harness.storage
+    assert isinstance(storage, MooncakeStorage)
+    assert storage._loads._by_peer == {}
+
+
 async def test_a_call_that_nothing_ends_is_answered_for_its_silent_node_and_keeps_its_buffers(
     harness: Harness, pool: SimPool, silent: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,16 +132,16 @@ class Merger(Generic[T]):
     """
 
     def __init__(self, call: Callable[[KeyBatch], Awaitable[list[T]]]) -> None:
-        self.calls = 0
         self.merged = 0  # batches that joined another's call
         self._call = call
+        self._under_way = 0
         self._queues: OrderedDict[str, deque[_Waiting[T]]] = OrderedDict()  # by engine, the next one first
         self._running = Background()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
     @property
     def idle(self) -> bool:
-        return not self._queues and not self._running
+        return not self._queues and not self._under_way
 
     async def run(self, batch: KeyBatch) -> list[T]:
         """The answers for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
@@ -176,7 +176,7 @@ class Merger(Generic[T]):
             self._queues.move_to_end(owner)
             if not queue:
                 del self._queues[owner]
-        self.calls += 1
+        self._under_way += 1
         self.merged += len(group) - 1
         self._fresh = group
         return group
@@ -196,6 +196,7 @@ class Merger(Generic[T]):
                 start = end
         finally:
             timer.cancel()
+            self._under_way -= 1
             self._free(group)
 
     def _free(self, group: object) -> None:
