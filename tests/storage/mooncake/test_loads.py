@@ -17,9 +17,10 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.storage.base import FOUND, MISSING, Blob, Found, Outcomes
-from transferd.storage.mooncake import MooncakeStorage, error_codes, peers
+from transferd.storage.mooncake import MooncakeStorage, error_codes, native_calls, peers
 from transferd.storage.mooncake.connections import Address
 from transferd.storage.mooncake.layout_records import SLOTS
+from transferd.storage.mooncake.native_calls import CallKind
 from transferd.storage.mooncake.store import PROBE_KEY
 
 NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
@@ -81,6 +82,26 @@ async def test_a_node_that_hangs_holds_up_its_own_objects_only(harness: Harness,
     assert not hanging.done()
     release.set()
     assert await hanging == [(FOUND, b"c"), (FOUND, b"a")]
+
+
+async def test_a_node_that_is_slow_leaves_threads_for_the_others(
+    harness: Harness, pool: SimPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_calls, "PATIENCE_S", 0.001)
+    release = threading.Event()
+
+    def before(operation: str, keys: Sequence[str]) -> None:
+        assert operation != "get" or "a" not in keys or release.wait(30)
+
+    pool.before = before
+    slow = [asyncio.ensure_future(harness.get(("a", 1))) for _ in range(CallKind.LOAD.threads)]
+    await until(lambda: len([keys for operation, keys in pool.calls if operation == "holders"]) == len(slow))
+    assert await harness.get(("ours", 4)) == [(FOUND, b"ours")]
+    assert await harness.get(("c", 1), ("ours", 4)) == [(FOUND, b"c"), (FOUND, b"ours")]
+    await until(lambda: len(gets(pool)) == 3 + 2)
+    release.set()
+    assert await asyncio.gather(*slow) == [[(FOUND, b"a")]] * len(slow)
+    assert len(gets(pool)) == len(slow) + 2
 
 
 async def test_a_node_that_nothing_waits_for_costs_nothing(harness: Harness, pool: SimPool) -> None:

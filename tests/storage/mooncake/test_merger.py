@@ -151,6 +151,21 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
     assert await last == [4]
 
 
+async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merger_module, "PATIENCE_S", 0.0)
+    merger = Merger(library, most=2)
+    hanging = await submit(merger, batch(0), batch(1))
+    others = await submit(merger, batch(2), batch(3))
+    assert library.calls == [keys(0), keys(1)]
+    library.ends[0].set_result(None)
+    await turns()
+    assert library.calls == [keys(0), keys(1), keys(2, 3)]
+    for end in library.ends[1:]:
+        end.set_result(None)
+    assert await asyncio.gather(*hanging, *others) == [[0], [1], [2], [3]]
+    assert merger.idle
+
+
 async def test_every_caller_of_a_merged_call_gets_its_error_and_the_next_call_goes_on(library: Library) -> None:
     merger = Merger(library)
     tasks = await submit(merger, batch(0), batch(1), batch(2))

@@ -21,6 +21,8 @@ from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.native_calls import Merger
 from transferd.storage.mooncake.peers import Call, Peers, unreachable
 
+MOST = 2  # calls of a node's own merger. With one beside them, a node that is slow takes three of the eight threads
+
 Answer = int | str | StorageError
 """For each key: its length, a code, the node that has it and was not asked, or the error of that node's call."""
 
@@ -37,6 +39,7 @@ class Loads:
         self._peers = peers
         self._all: Merger[Answer] = Merger(self._ours_and_one)
         self._by_peer: dict[str, Merger[Answer]] = {}
+        self._awaited: dict[str, Call] = {}  # nodes that a call of `_all` waits for; its thread sets it
         self._merged = 0  # in mergers that are no more
 
     @property
@@ -59,7 +62,7 @@ class Loads:
 
     async def _ours_and_one(self, batch: KeyBatch) -> list[Answer]:
         answers, call = await self._native(
-            lambda client, call: _get_ours_and_one(client, call, batch, self._peers), len(batch.keys)
+            lambda client, call: self._get_ours_and_one(client, call, batch), len(batch.keys)
         )
         self._peers.met(call.peers)
         return self._named(batch, answers, call)
@@ -70,7 +73,7 @@ class Loads:
             await self._peers.verdict(endpoint)
             merger = self._by_peer.get(endpoint)
             if merger is None:
-                merger = self._by_peer[endpoint] = Merger(lambda joined: self._get(endpoint, joined))
+                merger = self._by_peer[endpoint] = Merger(lambda joined: self._get(endpoint, joined), MOST)
             try:
                 answers = await merger.run(batch)
             finally:
@@ -107,14 +110,21 @@ class Loads:
                 named.append(StorageError(what))
         return named
 
+    def _get_ours_and_one(self, client: PoolClient, call: Call, batch: KeyBatch) -> list[int | str]:
+        """In a thread: look up who has each object, and get those that wait for one node at most.
 
-def _get_ours_and_one(client: PoolClient, call: Call, batch: KeyBatch, peers: Peers) -> list[int | str]:
-    """In a thread: look up who has each object, and get those that wait for one node at most."""
-    holders = [held[0] if held else "" for held in client.holders(batch.keys)]
-    others = set(holders) - {""}
-    if len(others) == 1 and not others & (peers.doubted | peers.down.keys()):
-        call.peers = frozenset(others)
-        return list(client.get(batch))
-    here = [key for key, holder in zip(batch.keys, holders, strict=True) if not holder]
-    got = dict(zip(here, client.get(batch.only(here)), strict=True)) if here else {}
-    return [holder or got[key] for key, holder in zip(batch.keys, holders, strict=True)]
+        Where an earlier such call still waits for that node, it is slow, and its own merger bounds what it takes.
+        """
+        holders = [held[0] if held else "" for held in client.holders(batch.keys)]
+        others = frozenset(holders) - {""}
+        if len(others) == 1 and not others & (self._peers.doubted | self._peers.down.keys()):
+            (other,) = others
+            if self._awaited.setdefault(other, call) is call:
+                call.peers = others
+                try:
+                    return list(client.get(batch))
+                finally:
+                    del self._awaited[other]
+        here = [key for key, holder in zip(batch.keys, holders, strict=True) if not holder]
+        got = dict(zip(here, client.get(batch.only(here)), strict=True)) if here else {}
+        return [holder or got[key] for key, holder in zip(batch.keys, holders, strict=True)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -123,17 +124,19 @@ class _Waiting(Generic[T]):
 
 # The library waits for a TCP transfer by polling: every running data call occupies a CPU core. And every call makes
 # two requests to the master. So many small calls at once cost more than their bytes; a sequence of large calls does
-# not. A call that hangs must not block the others: after PATIENCE_S the next one starts beside it.
+# not. A call that hangs must not block the others: after PATIENCE_S the next one starts beside it, up to `most`.
 class Merger(Generic[T]):
     """Makes calls on batches of keys: all that arrive while one call runs become the next one. Engines take turns.
 
     call: makes one call, with an answer for each key; no key occurs twice in it. If it raises, every batch in it gets
     the error.
+    most: calls at a time.
     """
 
-    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[T]]]) -> None:
+    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[T]]], most: float = math.inf) -> None:
         self.merged = 0  # batches that joined another's call
         self._call = call
+        self._most = most
         self._under_way = 0
         self._queues: OrderedDict[str, deque[_Waiting[T]]] = OrderedDict()  # by engine, the next one first
         self._running = Background()
@@ -152,7 +155,7 @@ class Merger(Generic[T]):
         return await waiting.answer
 
     def _next(self) -> None:
-        if self._fresh is not None or not self._queues:
+        if self._fresh is not None or not self._queues or self._under_way >= self._most:
             return
         self._running.begin(self._make(self._take()))
 
@@ -202,4 +205,4 @@ class Merger(Generic[T]):
     def _free(self, group: object) -> None:
         if self._fresh is group:
             self._fresh = None
-            self._next()
+        self._next()
