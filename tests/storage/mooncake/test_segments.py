@@ -91,6 +91,20 @@ async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError
     assert [line["event"] for line in logs] == ["the pool gets no segment for a further rank"]
 
 
+async def test_a_segment_that_was_not_lent_is_lent_for_the_next_rank() -> None:
+    pool = Pool(StorageError("no thread"))
+    segments = Segments(lending(64 * MIB), pool.call)
+    first, second = (Memory(4096, rank) for rank in range(2))
+    with capture_logs() as logs:
+        segments.began(first)
+        segments.began(second)
+        await until(lambda: bool(logs))
+    segments.ended(second)
+    segments.began(Memory(4096, 1))
+    await until(lambda: pool.lent == [0])
+    assert segments.lent == 2
+
+
 @pytest.mark.parametrize(("each", "expected"), [(True, 2), (False, 0)])
 async def test_a_daemon_lends_for_the_memory_of_its_ranks(each: bool, expected: int) -> None:
     sim = SimPool()

@@ -55,4 +55,5 @@ class Segments:
         except StorageError as error:
             problem = str(error)
         if problem:
+            self.lent -= 1  # the next rank that begins tries again
             log.warning("the pool gets no segment for a further rank", bytes=self._nbytes, problem=problem)
