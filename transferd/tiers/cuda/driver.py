@@ -11,7 +11,8 @@ raises: DeviceLost after an answer that CUDA calls sticky, since the context nev
 from __future__ import annotations
 
 import ctypes
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -243,6 +244,17 @@ class Driver(Protocol):
     def open_event(self, handle: bytes) -> int:
         """Open another process's event. Destroy it with `destroy_event`."""
         ...
+
+
+@contextmanager
+def on_device(driver: Driver, device: int) -> Iterator[None]:
+    """Within, this thread's calls act on the device's primary context."""
+    context = driver.retain(device)
+    try:
+        with driver.current(context):
+            yield
+    finally:
+        driver.release(device)
 
 
 def failure(call: str, name: str, text: str = "") -> TierError:

@@ -31,7 +31,7 @@ import structlog
 from transferd.errors import DeviceLost, RequestError, TierError
 from transferd.tiers.cuda import dlpack, ipc
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.driver import DeviceInfo, Driver
+from transferd.tiers.cuda.driver import DeviceInfo, Driver, on_device
 from transferd.tiers.cuda.host_words import open_page
 from transferd.tiers.cuda.timeline import EngineTimelines
 from transferd.tiers.owner import as_data, check_owner, this_process
@@ -210,28 +210,17 @@ def export(
     check_exportable(driver, places, device)
     regions: dict[int, ipc.ExportedRegion] = {}
     arrays: list[dict[str, Any]] = []
-    context = driver.retain(device)
-    try:
-        with driver.current(context):
-            for plane, layers in caches.items():
-                for layer, array in enumerate(layers):
-                    address, shape, dtype = described(array, f"{plane} of layer {layer}")
-                    start, nbytes = driver.address_range(address)
-                    if start not in regions:
-                        handle = driver.export_memory(start).hex()
-                        regions[start] = ipc.ExportedRegion(handle=handle, nbytes=nbytes, into=start % ipc.BLOCK)
-                    place = {"plane": plane, "layer": layer, "offset": address - start, "shape": shape, "dtype": dtype}
-                    arrays.append(place | {"region": list(regions).index(start)})
-    finally:
-        driver.release(device)
-    exported = ipc.CudaHandle(
-        device=driver.describe(device).uuid,
-        owner=as_data(this_process()),
-        regions=list(regions.values()),
-        arrays=arrays,
-        event=event.hex(),
-    )
-    return ipc.as_data(exported)
+    with on_device(driver, device):
+        for plane, layers in caches.items():
+            for layer, array in enumerate(layers):
+                address, shape, dtype = described(array, f"{plane} of layer {layer}")
+                start, nbytes = driver.address_range(address)
+                if start not in regions:
+                    handle = driver.export_memory(start).hex()
+                    regions[start] = ipc.ExportedRegion(handle=handle, nbytes=nbytes, into=start % ipc.BLOCK)
+                place = {"plane": plane, "layer": layer, "offset": address - start, "shape": shape, "dtype": dtype}
+                arrays.append(place | {"region": list(regions).index(start)})
+    return _data(driver, device, event, list(regions.values()), arrays=arrays)
 
 
 def export_pages(
@@ -254,25 +243,22 @@ def export_pages(
     ]
     check_exportable(driver, places, device)
     regions: list[ipc.ExportedRegion] = []
-    context = driver.retain(device)
-    try:
-        with driver.current(context):
-            for _, address in places:
-                start, nbytes = driver.address_range(address)
-                handle, offset = driver.export_memory(start).hex(), address - start
-                regions.append(
-                    ipc.ExportedRegion(handle=handle, offset=offset, nbytes=nbytes - offset, into=start % ipc.BLOCK)
-                )
-    finally:
-        driver.release(device)
-    exported = ipc.CudaHandle(
-        device=driver.describe(device).uuid,
-        owner=as_data(this_process()),
-        regions=regions,
-        segments=[list(segment) for segment in segments],
-        event=event.hex(),
-    )
-    return ipc.as_data(exported)
+    with on_device(driver, device):
+        for _, address in places:
+            start, nbytes = driver.address_range(address)
+            handle, offset = driver.export_memory(start).hex(), address - start
+            regions.append(
+                ipc.ExportedRegion(handle=handle, offset=offset, nbytes=nbytes - offset, into=start % ipc.BLOCK)
+            )
+    return _data(driver, device, event, regions, segments=[list(segment) for segment in segments])
+
+
+def _data(
+    driver: Driver, device: int, event: bytes, regions: list[ipc.ExportedRegion], **of_regions: Any
+) -> dict[str, Any]:
+    uuid, owner = driver.describe(device).uuid, as_data(this_process())
+    handle = ipc.CudaHandle(device=uuid, owner=owner, regions=regions, event=event.hex(), **of_regions)
+    return ipc.as_data(handle)
 
 
 def described(array: Any, what: str) -> tuple[int, list[int], str]:
@@ -309,15 +295,11 @@ _SLEEP_MODE = "vllm.device_allocator.cumem"  # imported, with an allocator in it
 
 def check_exportable(driver: Driver, places: Sequence[tuple[str, int]], device: int) -> None:
     """Raise TierError (`not_shareable`) for the first of (what is there, address) that cannot be shared."""
-    context = driver.retain(device)
-    try:
-        with driver.current(context):
-            for what, address in places:
-                if not driver.exportable(address):
-                    sentence = f"{what} is in memory that no other process can map (not from cudaMalloc)"
-                    raise TierError(f"{sentence}: {_remedy()}", code="not_shareable")
-    finally:
-        driver.release(device)
+    with on_device(driver, device):
+        for what, address in places:
+            if not driver.exportable(address):
+                sentence = f"{what} is in memory that no other process can map (not from cudaMalloc)"
+                raise TierError(f"{sentence}: {_remedy()}", code="not_shareable")
 
 
 def _remedy() -> str:
@@ -367,13 +349,9 @@ class CudaRows:
 
     def _copy(self, target: int, source: int) -> None:
         driver = self._driver
-        context = driver.retain(self._device)
-        try:
-            with driver.current(context):
-                driver.copy(target, source, self._nbytes, _STREAM)
-                driver.synchronize_stream(_STREAM)
-        finally:
-            driver.release(self._device)
+        with on_device(driver, self._device):
+            driver.copy(target, source, self._nbytes, _STREAM)
+            driver.synchronize_stream(_STREAM)
 
 
 def rows(
