@@ -247,12 +247,12 @@ class Driver(Protocol):
 
 
 @contextmanager
-def on_device(driver: Driver, device: int) -> Iterator[None]:
-    """Within, this thread's calls act on the device's primary context."""
+def on_device(driver: Driver, device: int) -> Iterator[int]:
+    """Within, this thread's calls act on the device's primary context, which this yields."""
     context = driver.retain(device)
     try:
         with driver.current(context):
-            yield
+            yield context
     finally:
         driver.release(device)
 
