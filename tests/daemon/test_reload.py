@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -102,6 +104,24 @@ def test_a_reload_before_readiness_does_not_notify_the_supervisor(world: World) 
     world.reload.serving = False
     world.reload()
     assert world.told.lines == [], "READY=1 would be a lie"
+
+
+async def test_the_name_of_a_holder_is_no_order_to_the_supervisor(tmp_path: Path) -> None:
+    daemon = Daemon(from_tree(TREE), transport=NoTransport())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:
+        supervisor.bind(str(tmp_path / "notify"))
+        supervisor.settimeout(60)
+        try:
+            await daemon.default.cache.open()
+            daemon.default.dispatcher.pause(daemon.clock.monotonic(), b"client", "x\nSTOPPING=1\ny")
+            reload = Reloader(daemon, Notifier(supervisor.getsockname()), lambda: daemon.config)
+            reload.serving = True
+            reload()
+            _, (ready, status) = (supervisor.recv(4096).decode().splitlines() for _ in range(2))
+        finally:
+            await daemon.stop(lambda: 5.0)
+    assert ready == "READY=1"
+    assert status.startswith(r"STATUS=paused by x\nSTOPPING=1\ny for ")
 
 
 def test_only_settings_that_exist_take_effect(world: World) -> None:

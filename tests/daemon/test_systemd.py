@@ -37,6 +37,12 @@ def test_states_arrive_as_one_datagram(supervisor: socket.socket) -> None:
     assert heard(supervisor) == ["READY=1\nSTATUS=serving"]
 
 
+def test_text_with_line_breaks_stays_within_its_state(supervisor: socket.socket) -> None:
+    """Text of clients is in them, and a line of its own is an order to systemd."""
+    assert Notifier(supervisor.getsockname()).notify("READY=1", "STATUS=a\nSTOPPING=1\r\nb\0\udcff")
+    assert heard(supervisor) == ["READY=1\nSTATUS=a\\nSTOPPING=1\\r\\nb\\x00\\udcff"]
+
+
 def test_an_abstract_address_is_understood() -> None:
     name = f"transferd-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from transferd.errors import one_line
 from transferd.runtime.compat import Self
 
 log = structlog.get_logger(__name__)
@@ -30,13 +31,16 @@ class Notifier:
         return cls(env.get("NOTIFY_SOCKET", ""))
 
     def notify(self, *states: str) -> bool:
-        """Send e.g. "READY=1", "STATUS=…". Returns False if there is no supervisor or sending failed."""
+        """Send e.g. "READY=1", "STATUS=…". Returns False if there is no supervisor or sending failed.
+
+        Each state stays one line, because a client's text in it must not become a state of its own.
+        """
         if not self._address:
             return False
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.setblocking(False)
-                sock.sendto("\n".join(states).encode(), self._address)
+                sock.sendto("\n".join(map(one_line, states)).encode(), self._address)
         except OSError as error:
             log.debug("cannot notify the supervisor", problem=str(error))
             return False
