@@ -39,6 +39,7 @@ from transferd.tiers.segment import PREFIX, SharedSegment, attach_arrays
 from transferd.tiers.shm import ShmDeviceTier
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqClientTransport
+from transferd.workers.rank import RankWorker
 
 TOKEN = "the token of engine e"
 LAYOUT: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 4, "block_size": 4, "device_blocks": 8}
@@ -651,6 +652,28 @@ async def test_what_is_given_up_while_it_is_built_leaves_nothing_behind(
             await other.offer(0, memory.handle())
             await other.wait_ready(5)
             assert (await other.submit(write("w", ["k"], [0]))).status is Status.OK
+
+
+@pytest.mark.parametrize(("error", "reason"), [(MemoryError(), "out_of_memory"), (OSError("no room"), "internal")])
+async def test_an_engine_that_opens_in_vain_leaves_whatever_the_error_is(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    async def fail(_: RankWorker) -> None:
+        raise error
+
+    async with client(endpoint, "e", TOKEN) as one, client(endpoint, "e", TOKEN) as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(RankWorker, "open", fail)
+            with pytest.raises(TransferError) as given_up:
+                await one.register(described())
+        assert given_up.value.reason == reason
+        await daemon.engines.settled()
+        assert (daemon.engines.all, daemon.engines.total.engines) == ([], [])
+        assert daemon.stats()["host"]["budget"]["taken"] == 0
+        async with Memory() as memory:  # and the name is free
+            await other.register(described())
+            await other.offer(0, memory.handle())
+            await other.wait_ready(5)
 
 
 async def test_a_stop_waits_for_what_was_given_up_while_it_is_built(

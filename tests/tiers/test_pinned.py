@@ -104,6 +104,12 @@ def test_a_forked_child_has_no_copy_of_host_memory() -> None:
     region.close()
 
 
+def test_a_kernel_that_refuses_to_keep_it_from_children_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "MADV_DONTFORK", 9999)
+    with pytest.raises(TierError, match=r"cannot allocate .* Invalid argument"):
+        HostRegion(4096)
+
+
 def test_where_pinning_is_refused_the_memory_works_says_why_and_warns_once() -> None:
     pins = Pins("the driver does not want to")
     with capture_logs() as logs:

@@ -46,7 +46,7 @@ from transferd.daemon.memories import check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.preflight import EnginePlan, Plan, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopts, contradiction
-from transferd.errors import ConfigError, EngineGone, RequestError, TransferError
+from transferd.errors import ConfigError, EngineGone, InvariantError, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
 from transferd.observability.report import KindReport
 from transferd.runtime.compat import convert, wait_for
@@ -384,8 +384,9 @@ class Engines:
             if engine.kv_events is not None:
                 engine.kv_events.start()
             await engine.open()
-        except TransferError as error:
-            self._dismiss(engine, ErrorInfo(error.reason, str(error)))
+        except Exception as error:
+            code = getattr(error, "reason", InvariantError.code)
+            self._dismiss(engine, ErrorInfo(code, str(error) or type(error).__name__))
             raise
         which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
         log.info("engine registered", engine=name, ranks=len(engine.workers), **which)

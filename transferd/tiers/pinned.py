@@ -119,10 +119,10 @@ class HostRegion:
             return
         try:
             self._map = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # A plugin may fork: the child gets no copy of the pool, and ours stays on the pages that are registered.
+            self._map.madvise(mmap.MADV_DONTFORK)
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
-        # A plugin may fork: the child gets no copy of the pool, and ours stays on the pages that are registered.
-        self._map.madvise(mmap.MADV_DONTFORK)
         self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
         address = ctypes.addressof(self._anchor)
         try:
