@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from asyncio import get_running_loop
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -15,13 +16,14 @@ import pytest
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import write
 from tests.support.blobs import put
-from transferd import Status
+from transferd import Client, Status
 from transferd.blocks.formats import ObjectNamer
 from transferd.config import from_tree
 from transferd.daemon import lookup
 from transferd.daemon.holdings import Holdings
 from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
+from transferd.runtime.aio import answered
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.base import STORED, Blob, Found, Storage
 from transferd.storage.levels.stack import LevelsStorage
@@ -279,11 +281,24 @@ async def test_only_the_daemons_user_and_root_have_copies_made(uid: int | None, 
 async def test_only_the_daemons_user_and_root_ask_what_a_restart_loses(uid: int | None) -> None:
     held = Holdings(from_tree({"storage": {"backend": "none"}}), None)
     with pytest.raises(RequestError) as refused:
-        await held.restart_check(client(uid), str)
+        await held.restart_check(client(uid), lambda: answered(""))
     assert refused.value.reason == "not_yours"
-    assert await held.restart_check(client(0), lambda: "a wrong key") == {
+    assert await held.restart_check(client(0), lambda: answered("a wrong key")) == {
         "objects": 0, "bytes": 0, "unknown": "", "stop_copies_s": 0.0, "configuration": "a wrong key",
     }  # fmt: skip
+
+
+async def test_disks_that_hang_in_a_restart_check_do_not_hold_up_the_daemon(tmp_path: Path) -> None:
+    endpoint, go_on = f"ipc://{tmp_path}/t.sock", threading.Event()
+    async with running(endpoint) as daemon, Client(endpoint, await_ready=False) as root:
+        loop = get_running_loop()
+
+        def look() -> str:
+            loop.call_soon_threadsafe(go_on.set)
+            return "" if go_on.wait(20) else "the loop stood still"
+
+        daemon.engines.acts.would_not_start = look
+        assert (await root.restart_check()).configuration == ""
 
 
 def test_where_a_block_is_only_those_may_ask_who_may_purge_it() -> None:

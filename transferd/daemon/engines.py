@@ -442,6 +442,11 @@ class Engines:
             config, cache=cache, storage=storage, server=server, events=events, pd=PdSection()
         )
 
+    async def restart_check(self, client: KnownClient) -> dict[str, Any]:
+        """See Holdings.restart_check. A thread looks at the configuration: its disks may hang."""
+        work = Direction.SETUP, self.acts.would_not_start, "checking for a restart"
+        return await self.holdings.restart_check(client, lambda: self._shared.threads.run(*work))
+
     # --- leaving ------------------------------------------------------------------------------------
 
     async def unregister(self, engine: HostedEngine) -> None:

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -222,7 +222,7 @@ class Holdings:
             raise RequestError(f"{what} (storage.levels)", code="unknown_level")
         return msgspec.structs.asdict(await levels.change(asked.level, leaves=asked.leaves))
 
-    async def restart_check(self, client: KnownClient, would_not_start: Callable[[], str]) -> dict[str, Any]:
+    async def restart_check(self, client: KnownClient, would_not_start: Callable[[], Awaitable[str]]) -> dict[str, Any]:
         """An AtRestart as plain data. It asks every level, so it needs a right. Raises RequestError."""
         check_operator(client.uid, "ask what a restart loses")
         objects, nbytes, unknown = 0, 0, ""
@@ -231,7 +231,7 @@ class Holdings:
                 objects, nbytes = await self._storage.only_here()
         except TransferError as error:
             unknown = str(error)
-        lost = AtRestart(objects, nbytes, unknown, self._stop_copies_s, would_not_start())
+        lost = AtRestart(objects, nbytes, unknown, self._stop_copies_s, await would_not_start())
         return msgspec.structs.asdict(lost)
 
     async def make_copies(self, client: KnownClient, asked: wire.MakeCopies) -> dict[str, str | int]:

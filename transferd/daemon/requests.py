@@ -173,8 +173,7 @@ class Requests:
         return lambda: self._engines.holdings.make_copies(client, asked)
 
     def restart_check(self, client: KnownClient, _: wire.RestartCheck) -> Begin:
-        engines = self._engines
-        return lambda: engines.holdings.restart_check(client, engines.acts.would_not_start)
+        return lambda: self._engines.restart_check(client)
 
     def record(self, client: KnownClient, record: wire.Record) -> dict[str, Any]:
         check_operator(client.uid, "record what engines look up")
