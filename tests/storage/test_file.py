@@ -643,7 +643,7 @@ async def test_sighup_takes_over_the_capacity(open_storage: Open, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("others", "capacity"), [(["own", "other"], 3000), (["other", "own"], 5000), (["a", "b"], GIB)]
+    ("others", "capacity"), [(["own", "other"], 3000), (["other", "own"], 5000), (["a", "b"], GIB), (["a"], GIB)]
 )
 async def test_capacities_of_several_paths_are_not_added_up_for_the_one_that_is_open(
     open_storage: Open, tmp_path: Path, others: list[str], capacity: int
@@ -652,6 +652,6 @@ async def test_capacities_of_several_paths_are_not_added_up_for_the_one_that_is_
     own = tmp_path / "own"
     store = await open_storage(FileStorage(file_config(own, GIB), unit=1))
     paths = [str(tmp_path / path) for path in others]
-    section = FileStorageSection(path=paths, capacity=Capacities.parse([3000, 5000]))
+    section = FileStorageSection(path=paths, capacity=Capacities.parse([3000, 5000] if len(paths) == 2 else 3000))
     store.storage.reconfigure(StorageSection(file=section))
     assert store.storage.statistics()["capacity"] == capacity

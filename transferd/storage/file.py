@@ -291,8 +291,8 @@ class FileStorage(FileRuns):
     def reconfigure(self, storage: StorageSection) -> None:
         """Apply `storage.scrub_rate`, `storage.file.capacity` and `reserve`. Excess objects are evicted in steps."""
         own = {section.paths[0]: section for section in storage.file.disks}
-        # Of several paths, which need a restart, the others' capacities are not this one's.
-        self.section = storage.file if len(own) == 1 else own.get(self.section.paths[0], self.section)
+        # Other paths need a restart, and their capacities are not this one's.
+        self.section = own.get(self.path, self.section)
         self._capacity = self.section.capacity
         self._apply_bounds()
         self._looking.soon(at_once=True)
