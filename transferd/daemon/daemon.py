@@ -40,6 +40,7 @@ from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics, Windows
 from transferd.observability.traces import Traces
+from transferd.runtime.aio import every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.loop_turns import finished
 from transferd.runtime.threads import ThreadPools, Threads
@@ -227,9 +228,7 @@ class Daemon:
             leaving = _leave(self.storage, flush_s, min(leaving_s, budget_s() * LEAVING_SHARE))
             await step("copies to other nodes", leaving)
         # 4. Close what faces outward: events and reports, then the server, once its results were sent.
-        for engine in engines:
-            if engine.kv_events is not None:
-                engine.kv_events.close()
+        await every(engine.kv_events.close() for engine in engines if engine.kv_events is not None)
         if self._pool_watch is not None:
             self._pool_watch.cancel()
         if self.events is not None:

@@ -383,7 +383,7 @@ class HostedEngine:
         await self.coordinator.empty()
         self.coordinator.close()
         if self.kv_events is not None:
-            self.kv_events.close()
+            await self.kv_events.close()
         await self.cache.close()
         await every(worker.settled() for worker in self.workers)
         await every(worker.close() for worker in self.workers)

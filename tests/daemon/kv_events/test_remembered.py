@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -51,7 +54,7 @@ async def test_each_life_reads_what_those_before_it_have_noted(open_: Open) -> N
         file = open_()
         assert await file.read("g") == [record(i) for i in range(life)]
         file.note([record(life)])
-        file.close()
+        await file.close()
 
 
 @pytest.mark.parametrize("harm", ["cut", "flip", "other version"])
@@ -62,7 +65,7 @@ async def test_a_damaged_end_is_cut_off_and_what_follows_is_read_again(open_: Op
         file = open_()
         await file.read("g")
         file.note([record(i)])
-        file.close()
+        await file.close()
         sizes.append(path.stat().st_size)
     whole = path.read_bytes()
     end = sizes[harm == "other version"]
@@ -77,7 +80,7 @@ async def test_a_damaged_end_is_cut_off_and_what_follows_is_read_again(open_: Op
     assert await file.read("g") == left
     assert path.read_bytes() == whole[:end]
     file.note([record(9)])
-    file.close()
+    await file.close()
     assert await open_().read("g") == [*left, record(9)]
 
 
@@ -85,13 +88,13 @@ async def test_another_generation_is_read_by_nobody_and_the_file_begins_anew(ope
     file = open_()
     await file.read("old")
     file.note([record(1)])
-    file.close()
+    await file.close()
     file = open_()
     assert await file.read("new") == []
     file.note([record(2)])
     file.forget("newer")
     file.note([record(3)])
-    file.close()
+    await file.close()
     size = (tmp_path / "announced-x").stat().st_size
     assert await open_().read("newer") == [record(3)]
     assert (tmp_path / "announced-x").stat().st_size == size
@@ -109,8 +112,69 @@ async def test_a_file_of_blocks_that_are_mostly_gone_is_written_anew(
         file.note([record(i)])
         await until(lambda: not file._pending)
     file.note([record(8)])
-    file.close()
+    await file.close()
     assert await open_().read("g") == [record(7), record(8)]
+
+
+async def test_records_of_other_generations_count_when_a_file_is_written_anew(
+    open_: Open, live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FEW", 4)
+    sizes = []
+    for life in range(10):
+        file = open_()
+        assert await file.read(f"g{life}") == []
+        file.announced_again()
+        live.records = [record(8 + life)]
+        file.note(live.records)
+        await file.close()
+        sizes.append((tmp_path / "announced-x").stat().st_size)
+    assert max(sizes) <= sizes[0] * (module.FEW + 2)
+    assert await open_().read("g9") == live.records
+
+
+async def test_a_file_is_not_written_anew_before_what_it_has_is_announced_again(
+    open_: Open, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FEW", 4)
+    old = [record(i) for i in range(8)]
+    live.records = [*old]
+    for _ in range(2):
+        file = open_()
+        await file.read("g")
+        file.note(live.records)
+        await file.close()
+        live.records = [record(8)]  # of the next life, which has announced none of the others yet
+    assert await open_().read("g") == [*old, record(8)]
+
+
+async def test_a_disk_that_is_slow_at_the_end_does_not_hold_up_the_loop(
+    open_: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 20.0)
+    loop, go_on, write = asyncio.get_running_loop(), threading.Event(), Remembered._write
+
+    def slow(*args: Any) -> None:
+        loop.call_soon_threadsafe(go_on.set)
+        assert go_on.wait(20), "the loop stood still"
+        write(*args)
+
+    monkeypatch.setattr(Remembered, "_write", slow)
+    file = open_()
+    await file.read("g")
+    file.note([record(1)])
+    await file.close()
+    assert await open_().read("g") == [record(1)]
+
+
+async def test_a_disk_that_hangs_at_the_end_is_left(open_: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.01)
+    go_on = threading.Event()
+    monkeypatch.setattr(Remembered, "_write", lambda *_: go_on.wait())
+    file = open_()
+    file.note([record(1)])
+    await file.close()
+    go_on.set()
 
 
 async def test_a_file_that_cannot_be_written_is_logged_once_and_harms_nothing(open_: Open, tmp_path: Path) -> None:
@@ -120,7 +184,7 @@ async def test_a_file_that_cannot_be_written_is_logged_once_and_harms_nothing(op
         assert await file.read("g") == []
         file.note([record(1)])
         file.forget("h")
-        file.close()
+        await file.close()
     assert [line["log_level"] for line in logs] == ["warning"]
     assert "cannot note which blocks were announced" in logs[0]["event"]
 
@@ -135,5 +199,5 @@ async def test_nothing_is_written_beneath_the_mount_point_of_a_disk_that_is_away
         file = Remembered(path, live)  # type: ignore[arg-type]
         assert await file.read("g") == []
         file.note([record(1)])
-        file.close()
+        await file.close()
         assert [one.name for one in tmp_path.iterdir() if one.name != "objects"] == [path.name] * there

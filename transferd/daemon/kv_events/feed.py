@@ -104,7 +104,7 @@ class KvEventFeed:
         if self._remembered is not None:
             self._again = asyncio.get_running_loop().create_task(self._announce_again(self._remembered))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Retract all announcements and stop. Idempotent."""
         if self._running:
             self._running = False
@@ -114,7 +114,7 @@ class KvEventFeed:
                 self._again.cancel()
             if self._remembered is not None:
                 self._remembered.note(self.residency.drain_stored())
-                self._remembered.close()
+                await self._remembered.close()
             self.residency.clear()
             self._send()
         if self.sockets is not None:
@@ -160,6 +160,7 @@ class KvEventFeed:
         for first in range(0, len(records), AGAIN_BLOCKS):
             self.residency.announce_stored(records[first : first + AGAIN_BLOCKS])
             await asyncio.sleep(AGAIN_S)
+        remembered.announced_again()
 
     def up_to_date(self) -> TokenIndex | None:
         """The index, including every task that was answered before this call."""
@@ -181,7 +182,7 @@ class KvEventFeed:
     def _send(self) -> None:
         self._flush = None
         events, stored = self.residency.drain(), self.residency.drain_stored()
-        if self._remembered is not None:
+        if self._remembered is not None and self._running:
             self._remembered.note(stored)
         if self._index is not None:
             for event in events:

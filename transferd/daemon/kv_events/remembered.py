@@ -13,10 +13,10 @@ logged once, and then nothing is noted any more.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import struct
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -72,7 +72,8 @@ class Remembered:
         self._path = path
         self._residency = residency
         self._generation = ""
-        self._written = 0  # records in the file
+        self._written = 0  # records in the file, of all generations
+        self._seen = 0  # of those, the ones that `read` has seen
         self._pending: list[Record] = []
         self._timer = Timer()
         self._crew = Crew("transferd-announced", 1)
@@ -83,8 +84,12 @@ class Remembered:
         self._generation = generation
         records: list[Record] = []
         await self._run(lambda: records.extend(self._read(generation)))
-        self._written += len(records)
         return records
+
+    def announced_again(self) -> None:
+        """All that was read is announced again. Before that, a file that is written anew would lack the rest."""
+        self._written += self._seen
+        self._seen = 0
 
     def note(self, records: Sequence[Record]) -> None:
         """Append these soon."""
@@ -97,16 +102,14 @@ class Remembered:
         """Everything was retracted; what follows is of this generation."""
         self._generation = generation
         self._pending.clear()
-        self._written = 0
+        self._written = self._seen = 0
         self._run(lambda: self._write_anew(generation, []))
 
-    def close(self) -> None:
-        """Write what is pending, if that takes no longer than CLOSE_S."""
+    async def close(self) -> None:
+        """Write what is pending, if that takes no longer than CLOSE_S. Nothing may be noted from now on."""
         self._flush()
-        written = threading.Event()
         if not self._broken:
-            self._run(written.set)
-            written.wait(CLOSE_S)
+            await asyncio.wait([self._run(lambda: None)], timeout=CLOSE_S)
         self._crew.close(0.0)
 
     def _flush(self) -> None:
@@ -122,7 +125,7 @@ class Remembered:
             self._written = len(live)
             self._run(lambda: self._write_anew(generation, live))
 
-    def _run(self, work: Callable[[], None]) -> Awaitable[None]:
+    def _run(self, work: Callable[[], None]) -> asyncio.Future[None]:
         """Do this in the thread, after all that came before it."""
         try:
             return self._crew.run(lambda: self._guarded(work))
@@ -145,7 +148,7 @@ class Remembered:
             self._fails(error.strerror or str(error))
 
     def _read(self, generation: str) -> list[Record]:
-        """Read the file, and cut it behind its last whole chunk. Raises OSError."""
+        """Read the file, count its records, and cut it behind its last whole chunk. Raises OSError."""
         records: list[Record] = []
         try:
             data = memoryview(self._path.read_bytes())
@@ -161,6 +164,7 @@ class Remembered:
                 chunk = _decoder.decode(body)
             except msgspec.DecodeError:  # of another version
                 break
+            self._seen += len(chunk.records)
             if chunk.generation == generation:
                 records += chunk.records
             at += _HEAD.size + length
