@@ -79,7 +79,11 @@ class Room(Generic[R]):
         return self._total - self._free
 
     def take(self, connection: R, size: int) -> bool:
-        """Take room, and return True; or let the connection wait until its `room_found` is called."""
+        """Take room, and return True; or let the connection wait until its `room_found` is called.
+
+        What is larger than all of the room takes all of it: an encrypted frame has some bytes more than its message.
+        """
+        size = min(size, self._total)
         if size <= self._free and not self._waiting:
             self._grant(connection, size)
             return True
