@@ -509,6 +509,17 @@ def test_a_block_is_announced_for_each_level_that_has_it() -> None:
     assert world.at("a") == set(), "another task must prove it"
 
 
+def test_a_snapshot_of_levels_makes_no_blocks() -> None:
+    """There may be millions, and the loop stands still meanwhile."""
+    world = Levelled()
+    world.move("a", 3)
+    world.end(write(["a"], [1]))
+    one, two = world.residency.announced(), world.residency.announced()
+    for medium in ("STORAGE", "STORAGE/memory", "STORAGE/file"):
+        assert one[medium][0] is two[medium][0]
+    assert one["STORAGE/memory"][0] is one["STORAGE/file"][0]
+
+
 def test_a_block_retracted_from_storage_is_retracted_from_its_levels() -> None:
     world = Levelled(max_blocks=1)
     for key in "ab":

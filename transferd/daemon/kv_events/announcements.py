@@ -191,7 +191,7 @@ class Residency:
     def __post_init__(self) -> None:
         self._device, self._host = _Pool(MEDIUM_GPU), _Pool(MEDIUM_CPU)
         self._stored: OrderedDict[str, Block] = OrderedDict()  # by digest, longest unused first
-        self._at: dict[str, dict[str, int]] = {medium_of_level(level): {} for level in self.levels}  # of those
+        self._at: dict[str, dict[str, Block]] = {medium_of_level(level): {} for level in self.levels}  # of those
         self._events: list[KvEvent] = []
         self._fresh: list[tuple[str, Block]] = []
 
@@ -222,13 +222,13 @@ class Residency:
         block = self._stored.get(digest)
         if block is None or not self._at:
             return
-        hash_, there = block.hash, self.levels_of(digest)
+        there, bare = self.levels_of(digest), Block(block.hash, None, False, None)
         for number, (medium, at) in enumerate(self._at.items()):
             if there >> number & 1 and digest not in at:
-                at[digest] = hash_
-                self._emit_stored(medium, [Block(hash_, None, False, None)])
+                at[digest] = bare
+                self._emit_stored(medium, [bare])
             elif not there >> number & 1 and at.pop(digest, None) is not None:
-                self._emit_removed(medium, [hash_])
+                self._emit_removed(medium, [block.hash])
 
     def clear(self) -> None:
         """Retract everything: at a change of the generation, at the start, and at the end."""
@@ -262,12 +262,9 @@ class Residency:
 
     def announced(self) -> dict[str, list[Block]]:
         """All announced blocks, by medium, as of now."""
-        media = {
-            MEDIUM_GPU: self._device.blocks(),
-            MEDIUM_CPU: self._host.blocks(),
-            MEDIUM_STORAGE: list(self._stored.values()),
-        }
-        return media | {m: [Block(hash_, None, False, None) for hash_ in at.values()] for m, at in self._at.items()}
+        stored = {MEDIUM_STORAGE: self._stored} | self._at
+        pools = {MEDIUM_GPU: self._device.blocks(), MEDIUM_CPU: self._host.blocks()}
+        return pools | {medium: list(blocks.values()) for medium, blocks in stored.items()}
 
     def statistics(self) -> dict[str, int]:
         """Announced blocks, by medium."""
