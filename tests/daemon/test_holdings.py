@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from asyncio import get_running_loop
-from collections.abc import AsyncIterator, Sequence
+from asyncio import get_running_loop, sleep
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +19,14 @@ from tests.support.blobs import put
 from transferd import Client, Status
 from transferd.blocks.formats import ObjectNamer
 from transferd.config import from_tree
+from transferd.daemon import holdings as module
 from transferd.daemon import lookup
 from transferd.daemon.holdings import Holdings
 from transferd.daemon.lookup import MAX_MATCH_KEYS
 from transferd.errors import ConfigError, RequestError
 from transferd.runtime.aio import answered
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.base import STORED, Blob, Found, Storage
 from transferd.storage.levels.stack import LevelsStorage
 from transferd.storage.lru import Use
@@ -139,6 +141,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
         registration=None if uid is None else object(),
         dispatcher=SimpleNamespace(generation=generation),
         object_names=object_names,
+        shared=SimpleNamespace(pieces=OneATurn()),
     )
 
 
@@ -374,6 +377,7 @@ def of_ranks(count: int, storage: Storage | None = None) -> Any:
         identity=SimpleNamespace(model="m", fingerprint="f"),
         workers=[SimpleNamespace(context=SimpleNamespace(object_rank=3))] * count,
         object_names=object_names,
+        shared=SimpleNamespace(pieces=OneATurn()),
     )
 
 
@@ -410,6 +414,61 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
     for uid, ranks in (None, 1), (me + 1, 1), (me, 2):
         other = await held.lease(uid, of_ranks(ranks, storage), ask)
         assert (other.there, other.places) == ([True, False], None)
+    await storage.close()
+
+
+@pytest.mark.parametrize("after", ["the names", "the look-up"])
+async def test_a_block_that_a_lease_finds_is_kept_also_if_others_are_stored_meanwhile(after: str) -> None:
+    config = from_tree({"storage": {"backend": "memory", "memory": {"capacity": "8MiB"}}})
+    storage = MemoryStorage.from_config(config, clock=SYSTEM_CLOCK)
+    await storage.open()
+    engine, mib, named = of_ranks(1, storage), memoryview(bytearray(2**19)), []
+
+    async def store(*names: str) -> None:
+        for name in names:
+            await put(storage, [Blob(name, mib, Use(), 0)])
+
+    whose, call = (engine, "object_names") if after == "the names" else (engine.lookup, "exists")
+    ask = getattr(whose, call)
+
+    async def asked(*args: Any, **more: Any) -> Any:
+        answer = await ask(*args, **more)
+        await store(*(f"m/f/g/other{i}" for i in range(20)))
+        return answer
+
+    [named] = await engine.object_names(["k"], "g")
+    await store(*named)
+    setattr(whose, call, asked)
+    leased = await Holdings(config, storage).lease(None, engine, wire.Exists(["k"], lease=60.0))
+    assert leased.there == await storage.exists(named)
+    assert leased.there == [after == "the look-up"]
+    await storage.close()
+
+
+@pytest.mark.parametrize("many", [False, True])
+async def test_pins_and_leases_of_many_blocks_let_others_have_their_turns(
+    many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PIECE", 1 if many else 4)
+    config = from_tree({"storage": {"backend": "memory"}})
+    storage = MemoryStorage.from_config(config, clock=SYSTEM_CLOCK)
+    await storage.open()
+    engine, held, keys = of_ranks(1, storage), Holdings(config, storage), ["a", "b", "c", "d"]
+    blocks = await engine.object_names(keys, "g")
+    await put(storage, [Blob(name, memoryview(bytearray(8)), Use(), depth) for depth, [name] in enumerate(blocks)])
+    works: list[Coroutine[Any, Any, Any]] = [
+        held.pin(engine, wire.Pin(keys, 60.0)),
+        held.lease(None, engine, wire.Exists(keys, lease=60.0)),
+        held.unpin(engine, wire.Unpin(keys)),
+    ]
+    for work in works:
+        working, turns = get_running_loop().create_task(work), 0
+        while not working.done():
+            await sleep(0)
+            turns += 1
+        working.result()
+        assert (turns >= len(keys)) is many
+    assert storage.statistics()["pinned"] == 0
     await storage.close()
 
 

@@ -21,7 +21,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import check_operator, is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import check_keys, needed
+from transferd.daemon.lookup import PIECE, check_keys, needed
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
@@ -126,8 +126,12 @@ class Holdings:
     async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
         """Pin those blocks that every rank has."""
         keeper, blocks = self._keeper, await self._blocks(engine, asked.keys)
-        whole = [names for names in blocks if None not in keeper.depths(names)]
-        depths = [keeper.depths(names)[0] for names in whole]
+        whole, depths = list[list[str]](), list[int | None]()
+        async for piece in engine.shared.pieces.each(blocks, PIECE):
+            for names in piece:
+                if None not in (found := keeper.depths(names)):
+                    whole.append(names)
+                    depths.append(found[0])
         held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
         states = iter(held)
         each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
@@ -138,13 +142,15 @@ class Holdings:
 
     async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
-        there = await engine.lookup.exists(asked.keys, use=asked.use)
         generation = engine.dispatcher.generation
         blocks = await self._blocks(engine, asked.keys, generation)
         names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
-        with contextlib.suppress(RequestError):  # then it is not kept from being evicted
-            self._keeper.hold(owner, names, asked.lease, self._pin_share)
-        tells = uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
+        with contextlib.suppress(RequestError):  # then the rest is not kept from being evicted
+            async for piece in engine.shared.pieces.each(names, PIECE):
+                self._keeper.hold(owner, piece, asked.lease, self._pin_share)
+        there = await engine.lookup.exists(asked.keys, use=asked.use)  # last: what was evicted before is not found
+        same = generation == engine.dispatcher.generation
+        tells = same and uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
         return Leased(there, self._places(engine, generation, names) if tells else None)
 
     def _places(self, engine: HostedEngine, generation: str, names: Sequence[str]) -> BlockPlaces:
@@ -159,8 +165,12 @@ class Holdings:
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
         keeper, blocks = self._keeper, None if asked.keys is None else await self._blocks(engine, asked.keys)
         names = None if blocks is None else [name for names in blocks for name in names]
-        for owner in (engine.owner, LeaseOwner(engine.owner)):
-            await keeper.unpin(owner, names)
+        await keeper.unpin(engine.owner, names)
+        if names is None:
+            await keeper.unpin(LeaseOwner(engine.owner), None)
+            return
+        async for piece in engine.shared.pieces.each(names, PIECE):
+            await keeper.unpin(LeaseOwner(engine.owner), piece)
 
     async def _blocks(
         self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None
