@@ -110,11 +110,6 @@ def hidden(uid: int | None) -> bool:
     return uid is not None and uid == hidden_uid()
 
 
-def users_visible() -> bool:
-    """Whether each user of this machine has a uid of its own in this process."""
-    return hidden_uid() is None
-
-
 def users_problem(endpoints: Sequence[str]) -> str:
     """A warning about peers of these endpoints that may share one uid, with its consequences; "" if none may."""
     problems = []

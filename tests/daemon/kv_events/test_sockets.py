@@ -69,7 +69,7 @@ def follow() -> Iterator[Follow]:
 
 
 def publish(sockets: EventSockets, number: int, size: int = 1) -> None:
-    sockets.publish([BlockRemoved([number] * size, "CPU")])
+    sockets.publish([BlockRemoved([number] * size, "CPU")], sockets.config.dp_rank)
 
 
 def numbers(subscriber: Subscriber) -> list[int]:
@@ -452,7 +452,7 @@ async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_k
         opened = set(os.listdir("/proc/self/fd")) - descriptors - accepted_at(sockets.endpoint, sockets.replay_endpoint)
         assert 200 * 4 < len(opened) <= OWN_DESCRIPTORS + DESCRIPTORS_EACH * 200, "what it asks for before it starts"
         held["STORAGE"].remove(5)
-        sockets.publish([BlockRemoved([5], "STORAGE")])
+        sockets.publish([BlockRemoved([5], "STORAGE")], 0)
         await until(lambda: all(index.blocks_of(f"node-{i}") == 799 for i in range(200)), within=WAIT_MS / 1000)
     finally:
         nodes.close()

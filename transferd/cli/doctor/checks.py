@@ -25,7 +25,7 @@ from transferd.runtime.threads import LEAST as THREADS
 from transferd.runtime.version import VERSION
 from transferd.storage.registry import backends_of
 from transferd.storage.room import DiskState, misfit
-from transferd.wire.credentials import resolve_uids, users_problem, users_visible
+from transferd.wire.credentials import hidden_uid, resolve_uids, users_problem
 from transferd.wire.obstacle import obstacle_at
 
 GIB = 1024**3
@@ -275,7 +275,7 @@ def users(patient: Patient) -> Diagnosis:
     """Whether a daemon that runs like this command can tell the users of its clients apart."""
     server = patient.config.server
     problem = users_problem([*server.endpoints, server.observer_endpoint])
-    if users_visible():
+    if hidden_uid() is None:
         return ok("users", problem or "the kernel names the user of each client")
     return warn("users", problem, "give daemon and engines one user namespace: PrivateUsers=no, or the same --userns")
 

@@ -214,8 +214,12 @@ class Residency:
     def object_left(self, digest: str) -> None:
         """Retract a block because a rank's object of the current generation has left storage."""
         block = self._stored.pop(digest, None)
-        if block is not None:
-            self._retract(digest, block.hash)
+        if block is None:
+            return
+        for medium, at in self._at.items():
+            if at.pop(digest, None) is not None:
+                self._emit_removed(medium, [block.hash])
+        self._emit_removed(MEDIUM_STORAGE, [block.hash])
 
     def object_moved(self, digest: str) -> None:
         """Other levels may have a rank's object of the current generation now."""
@@ -372,13 +376,6 @@ class Residency:
         while len(self._stored) > self.max_blocks:
             self.object_left(next(iter(self._stored)))
         return fresh
-
-    def _retract(self, digest: str, hash_: int) -> None:
-        """Note that a block is no longer announced for storage."""
-        for medium, at in self._at.items():
-            if at.pop(digest, None) is not None:
-                self._emit_removed(medium, [hash_])
-        self._emit_removed(MEDIUM_STORAGE, [hash_])
 
     # --- events -------------------------------------------------------------------------------------
 

@@ -187,13 +187,10 @@ class EventSockets:
 
     # --- new batches --------------------------------------------------------------------------------
 
-    def publish(self, events: Sequence[KvEvent], dp_rank: int | None = None) -> None:
-        """Publish one batch and keep it. Does nothing before `start` and after `close`.
-
-        dp_rank: the engine's; None for events.dp_rank.
-        """
+    def publish(self, events: Sequence[KvEvent], dp_rank: int) -> None:
+        """Publish one batch of an engine and keep it. Does nothing before `start` and after `close`."""
         if self._pub is not None and not self._closed and events:
-            self._send(events, self.config.dp_rank if dp_rank is None else dp_rank)
+            self._send(events, dp_rank)
 
     def _send(self, events: Sequence[KvEvent], dp_rank: int) -> None:
         payload = encode_batch(self.clock.wall(), events, dp_rank)
