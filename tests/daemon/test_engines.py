@@ -27,6 +27,7 @@ from transferd import (
 )
 from transferd.blocks.copyplan import CopyPlan
 from transferd.blocks.layout import build_layout
+from transferd.client import heartbeat
 from transferd.config import Config, from_tree
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.daemon import Daemon
@@ -714,6 +715,8 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
 
     monkeypatch.setattr(ShmDeviceTier, "addressable", False)
     monkeypatch.setattr(ShmDeviceTier, "copy_in", held)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 3600.0)  # it sends the task again when we say so, not before
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 3600.0)
     async with serving(endpoint, "e", token=TOKEN) as (one, memory), client(endpoint, "e", TOKEN) as other:
         memory.paint(1, 0x21)
         memory.paint(2, 0x42)
@@ -729,7 +732,7 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
         one._conversation._greet()  # as its heartbeat does
         refused = await pushed
         assert not refused.settled
-        assert (refused.status, code(refused)) == (Status.REJECTED, why)
+        assert (refused.status, code(refused)) == (Status.REJECTED, why), refused
         assert memory.holds(2, 0x42)
         gate.set()
         assert await one.settled("r", 20)
@@ -737,6 +740,23 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
 
 
 # --- lives ----------------------------------------------------------------------------------------
+
+
+async def test_a_token_that_was_shown_before_another_process_registered_the_engine_counts(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first push came before its next Hello, and was refused: it "shows no token"."""
+    async with contextlib.AsyncExitStack() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr(heartbeat, "FIRST_HELLO_S", 3600.0)  # between this client's first Hello and its second
+            patch.setattr(heartbeat, "SLOWEST_HELLO_S", 3600.0)
+            early = await stack.enter_async_context(client(endpoint, "e", TOKEN))
+            stranger = await stack.enter_async_context(client(endpoint, "e", "another token"))
+            for one in (early, stranger):
+                assert code(await one.submit(write("w0", ["k"], [1]))) == "unknown_engine"
+        await stack.enter_async_context(serving(endpoint, "e", token=TOKEN))
+        assert (await early.submit(write("w", ["k"], [1]))).status is Status.OK
+        assert code(await stranger.submit(write("x", ["k"], [1]))) == "not_this_engine"
 
 
 async def test_processes_that_register_at_the_same_moment_share_one_registration(
