@@ -21,6 +21,7 @@ from tests.integration.caches import attached_sync
 from tests.support.sabotage import FILE_VARIABLE, Saboteur
 from tests.support.waits import wait_until
 from transferd.adapters.fastdeploy import EngineCacheQueue
+from transferd.adapters.fastdeploy.books import HostWrite
 from transferd.adapters.fastdeploy.queue import NotConnected, endpoint_of
 from transferd.client.launch import DaemonProcess, running, start
 from transferd.errors import Closed, ConfigError, RequestError
@@ -228,6 +229,29 @@ def test_a_put_never_waits_and_a_busy_daemon_is_asked_again(queue: EngineCacheQu
         assert queue.result_queue_empty()
     assert {done(queue)[1] for _ in range(8)} == {f"busy-{number}" for number in range(8)}
     assert queue.empty()
+
+
+def test_a_refused_write_of_host_blocks_is_not_pushed_again_after_their_next_swap(
+    tmp_path: Path, make: Callable[..., EngineCacheQueue], saboteur: Saboteur
+) -> None:
+    """The tree gives evicted host blocks to the next swap at once: a later push would store that one's bytes."""
+    tree = {"cache": CACHE, "storage": {"backend": "tests.support.sabotage:SabotagedStorage"}}
+    one_task = {"server": {"max_inflight_bytes": 1}}  # one alone may be larger
+    with running(tree | one_task, tmp_path, name="narrow") as narrow, attached_sync(narrow.endpoint):
+        queue = make(address=narrow.endpoint)
+        fill_host(queue, 3)
+        with saboteur.order("put", 1, "stall"):
+            queue.put_transfer_task(write("first", ["first"], [1]))
+            wait_until(lambda: saboteur.stalls)
+            queue.put_transfer_task((CacheStatus.GPU2STORAGE, HostWrite("evicted", ["old"], [3], 0, ())))
+            wait_until(lambda: queue.client.stats()["rejects"].get("bytes_in_flight"))
+            queue.put_transfer_task(swap(CacheStatus.SWAP2CPU, "next", [9], [3]))
+            wait_until(lambda: queue.transfer_result("next"))
+        answers = {answer[1]: answer[-1] for answer in (done(queue) for _ in range(3))}
+        assert answers == {"first": [1], "evicted": [], "next": [3]}
+        assert story(queue, "evicted").status is Status.BUSY
+        queue.put_transfer_task(read("old", ["old"], [20]))
+        assert done(queue)[3] == []
 
 
 def test_what_waits_before_a_busy_daemon_can_be_taken_back(queue: EngineCacheQueue, saboteur: Saboteur) -> None:

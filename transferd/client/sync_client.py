@@ -195,16 +195,17 @@ class SyncClient(BlockingClient):
         settled: bool = False,
         settle_timeout: float | None = None,
         progressed: Callable[[int], object] | None = None,
+        retry: bool = True,
     ) -> concurrent.futures.Future[TaskResult]:
         """Push a task and return at once, without waiting for its admission. Retries while busy (Client.insist).
 
+        retry: if False, a busy daemon's refusal is the result: no later task can then overtake this one.
         settled, settle_timeout, progressed: see Client.submit; `progressed` runs on the client's thread. Tasks from one
         thread are pushed in the order of its calls.
         Cancelling the future cancels the task and does not wait: call `settled` for that. Raises Closed.
         """
-        return self._begin(
-            self._client.insist(task, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
-        )
+        push = self._client.insist if retry else self._client.submit
+        return self._begin(push(task, settled=settled, settle_timeout=settle_timeout, progressed=progressed))
 
     def push(self, task: Task) -> concurrent.futures.Future[TaskResult]:
         """Push a task; return once it is admitted or answered. The future is already done if rejected or busy."""

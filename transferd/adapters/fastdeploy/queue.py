@@ -156,7 +156,9 @@ class EngineCacheQueue:
             return
         try:
             task = understood.task(task_id, self.swap_timeout)
-            future = client.start(task, settled=True, settle_timeout=self.settle_timeout)
+            # Evicted host blocks (books.py) belong to the next swap at once, so a later push would store its bytes.
+            evicted = getattr(getattr(understood, "source", None), "cpu_block_ids", None) is not None
+            future = client.start(task, settled=True, settle_timeout=self.settle_timeout, retry=not evicted)
         except Exception as error:  # noqa: BLE001 - whatever the caller's lists raise, the caller waits for an answer
             self._answer(task_id, understood, _not_pushed(task_id, error))
             return
