@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,9 @@ from transferd.adapters.common.link import Link, why_not_stored
 from transferd.adapters.common.memory import shared_memory_at
 from transferd.adapters.vllm.settings import VLLM
 from transferd.client.client import Client
+from transferd.client.engines import Engine
 from transferd.client.launch import running
+from transferd.client.pages import Pages
 from transferd.client.sync_client import SyncClient
 from transferd.errors import Closed, RequestError
 from transferd.tasks import ErrorInfo, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -291,6 +294,48 @@ def test_two_servers_of_one_name_are_both_served(
             assert names[0] == "e"
             assert re.fullmatch("e-[0-9a-f]{6}", names[1])
     assert f"another engine keeps the name; this one is {names[1]!r} now" in caplog.text
+
+
+@contextlib.contextmanager
+def silent(link: Link) -> Iterator[None]:
+    """The link's thread neither hears nor speaks, as that of a suspended process."""
+    speaks = threading.Event()
+    link._loop.call_soon_threadsafe(speaks.wait)
+    try:
+        yield
+    finally:
+        speaks.set()
+
+
+def replica(endpoint: str, model: str) -> SyncClient:
+    """Another engine's client, which has registered the name of OneEngine."""
+    client = SyncClient(endpoint, engine="e", await_ready=False)
+    client.connect()
+    layout = Pages(layers=1, page_bytes=PAGE, blocks=BLOCKS, identity="identity")
+    client.register(Engine(ranks=1, model=model, layout=layout))
+    return client
+
+
+@pytest.mark.parametrize("model", ["model", "another model"])
+def test_an_engine_that_takes_another_name_serves_the_weights_that_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Under the new name a daemon knows the configured generation only: its blocks are KV of the first weights."""
+    monkeypatch.setattr(link_module, "PATIENT_LOOKS", 2)
+    tree = {"storage": {"backend": "memory"}}
+    with contextlib.ExitStack() as stack:
+        with running(tree, tmp_path) as daemon:
+            monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+            link = OneEngine().link
+            stack.callback(link.close, 10.0)
+            assert link.renew("v2")
+            speaks = stack.enter_context(contextlib.ExitStack())
+            speaks.enter_context(silent(link))
+        stack.enter_context(running(tree, tmp_path))
+        other = stack.enter_context(contextlib.closing(replica(daemon.endpoint, model)))
+        speaks.close()
+        wait_until(lambda: link.ready and link.name != "e", within=WAIT_S)
+        assert other.stats()["engines"][link.name]["generation"] == "v2"
 
 
 def linked(client: object) -> Link:

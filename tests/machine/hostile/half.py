@@ -8,14 +8,17 @@ scheduler's half: it pushes tasks. It reads one JSON command a line and prints o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import mmap
 import os
 import queue
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +61,14 @@ class Half:
         self._process.stdin.write(json.dumps([what, *given]).encode() + b"\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self._process.kill()

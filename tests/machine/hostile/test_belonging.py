@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from tests.support.waits import stats_until, wait_until
 from transferd import Client, Engine, Pages, Status
 from transferd.adapters.vllm.settings import AdapterSettings, engine_name
 from transferd.client.launch import DaemonProcess, running, start
+from transferd.client.sync_client import SyncClient
 from transferd.errors import ConnectTimeout, RequestError
 
 pytestmark = pytest.mark.one_loop
@@ -98,6 +100,29 @@ def test_a_restarted_daemon_knows_the_halves_of_its_engines_apart(tmp_path: Path
             assert not stranger.ask("ready")
     finally:
         daemon.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can put a daemon into a PID namespace of its own")
+@pytest.mark.parametrize("model", ["m", "o"])
+def test_an_engine_whose_name_was_taken_while_it_was_suspended_takes_another(tmp_path: Path, model: str) -> None:
+    """And it serves the weights that it had. The daemon cannot see that the process lives, as in another container."""
+    tree = TREE | {"server": {"client_timeout": 2.5}}
+    with contextlib.ExitStack() as stack:
+        daemon = start(tree, tmp_path, prefix=("unshare", "--pid", "--mount-proc", "--fork", "--kill-child"))
+        stack.callback(daemon.kill)
+        watcher = stack.enter_context(SyncClient(daemon.endpoint, await_ready=False))
+        half = stack.enter_context(Half(daemon.endpoint, NAME, 0, token=ONE))
+        ready(half)
+        assert half.ask("reset")
+        generation = watcher.stats()["engines"][NAME]["generation"]
+        with half.suspended():
+            wait_until(lambda: not watcher.stats()["engines"], "it is given up", within=60.0)
+            ready(stack.enter_context(Half(daemon.endpoint, NAME, 0, token=OTHER, model=model)))
+        wait_until(lambda: len(watcher.stats()["engines"]) == 2, "it takes another name", within=60.0)
+        ready(half)
+        engines = watcher.stats()["engines"]
+        (name,) = engines.keys() - {NAME}
+        assert (name[: len(NAME) + 1], engines[name]["generation"]) == (f"{NAME}-", generation)
 
 
 async def test_who_only_names_an_engine_may_control_it_and_nothing_else(daemon: DaemonProcess) -> None:

@@ -23,8 +23,9 @@ import msgspec
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.settings import engine_name
 from transferd.client.client import Client
+from transferd.client.identity import MISMATCH
 from transferd.daemon.belonging import digest
-from transferd.errors import TransferError
+from transferd.errors import ConnectRefused, ConnectTimeout, TransferError
 from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.compat import wait_for
@@ -51,7 +52,7 @@ PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
 RESET_S = 15.0  # for the daemon and the engine's other processes to learn of a reset
 UNREGISTERED = "unknown_engine"
-TAKEN = ("engine_exists", "not_this_engine", "not_yours")  # another engine has the name
+TAKEN = ("engine_exists", "not_this_engine", "not_yours", MISMATCH)  # another engine has the name
 PATIENT_LOOKS = 8  # with a refusal each, a second apart: an engine that died is gone by then
 NOT_CONNECTED = "not_connected"
 CLOSED = "closed"
@@ -93,6 +94,7 @@ class Link:
         self._running: set[str] = set()  # task ids
         self._not_stored: Counter[str] = Counter()  # blocks by reason, before there is a client
         self._unset = ""  # the generation that the last reset requires, until a daemon knows it
+        self._renewed = ""  # the same, for as long as this link lives
         self._ready = threading.Event()
         self._logged = ""
         self._thread = threading.Thread(
@@ -228,7 +230,7 @@ class Link:
 
     def renew(self, generation: str) -> bool:
         """Serve this generation from now on, as after a reset; the same result and guarantees."""
-        self._unset = generation
+        self._unset = self._renewed = generation
         try:
             self._begin(self._renew()).result(RESET_S)
         except (RuntimeError, TransferError, *UNANSWERED) as error:
@@ -345,6 +347,13 @@ class Link:
             self._entered, self._logged = boot_id, ""
             self._ready.set()
             self._log.info("transferd: using the daemon at %s", client.endpoint)
+        elif not client.connected:
+            try:
+                await client.wait_ready()
+            except ConnectRefused:  # it serves another engine of this name, which has come since
+                raise
+            except ConnectTimeout:  # it is lost, or other ranks of the engine are
+                pass
 
     async def _rename_if_taken(self, error: Exception) -> None:
         """Take another name if an engine that stays has this one; all processes with the token take the same."""
@@ -355,7 +364,8 @@ class Link:
             return
         suffix = f"-{digest(self._token or self.life)[:6]}"
         self._name = engine_name(self._label, suffix) if self._name == self._label else self._label
-        self._refused, client, self._client = 0, self._client, None
+        self._refused, self._entered, client, self._client = 0, "", self._client, None
+        self._unset = self._unset or self._renewed  # no daemon knows it under the new name
         self._log.warning("transferd: another engine keeps the name; this one is %r now", self._name)
         if client is not None:
             await client.close()
