@@ -132,6 +132,20 @@ def test_a_later_process_finds_what_an_earlier_one_has_put(make: Make) -> None:
     assert np.array_equal(target.bytes, source.bytes)
 
 
+def test_sizes_that_only_earlier_models_have_give_way_to_those_that_are_put(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = make()
+    for nbytes in (4096, 8192, 12288):
+        assert earlier.put(f"of-{nbytes}", b"x" * nbytes) == 0
+    monkeypatch.setattr("transferd.adapters.mooncake_store.store.MOST_SIZES", 2)
+    store = make()
+    assert store.batch_is_exist(["of-4096", "of-12288", "of-20480"]) == [1, 0, 0], "two sizes have places"
+    assert store.put("of-20480", b"y" * 20480) == 0
+    assert store.put("of-12288-too", b"z" * 12288) == -800, "both sizes are in use"
+    assert (store.get("of-20480"), store.get("of-4096")) == (b"y" * 20480, b"x" * 4096)
+
+
 def test_memory_that_is_not_registered_or_not_of_the_host_is_left_alone(make: Make) -> None:
     store = make()
     buffer = Buffer(store, seed=4)

@@ -77,6 +77,7 @@ class MooncakeDistributedStore:
         self._finder: OneDaemon | None = None
         self._sizes: KnownSizes | None = None
         self._attached: dict[int, AttachedSize] = {}
+        self._used: set[int] = set()  # of these, the sizes whose objects were found or moved here
         self._refused: set[int] = set()
         self._buffers: list[tuple[int, int]] = []  # registered memory: address, end; sorted
 
@@ -178,8 +179,11 @@ class MooncakeDistributedStore:
             open_ = [i for i, one in enumerate(found) if one is None]
             if not open_ or (size := self._of(nbytes)) is None:
                 continue
-            for i, there in zip(open_, size.exists([keys[i] for i in open_]), strict=True):
-                if there:
+            there = size.exists([keys[i] for i in open_])
+            if any(there) and self._of(nbytes, use=True) is not size:
+                continue  # it gave way meanwhile
+            for i, one in zip(open_, there, strict=True):
+                if one:
                     found[i] = size
         return found
 
@@ -248,7 +252,7 @@ class MooncakeDistributedStore:
         return codes
 
     def _by(self, move: Move, nbytes: int, keys: Sequence[str], objects: Sequence[Pieces]) -> list[bool]:
-        size = self._of(nbytes)
+        size = self._of(nbytes, use=True)
         if size is None:
             return [False] * len(keys)
         if self._sizes is not None and move is AttachedSize.store:
@@ -310,22 +314,35 @@ class MooncakeDistributedStore:
             MOONCAKE.log.warning("transferd: %s", error)
             return INTERNAL_ERROR
 
-    def _of(self, nbytes: int) -> AttachedSize | None:
+    def _of(self, nbytes: int, *, use: bool = False) -> AttachedSize | None:
+        """use: if all places are taken, it gets that of a size which was only asked for: an earlier model's."""
         with self._lock:
             if self._finder is None or nbytes in self._refused:
                 return None
             if nbytes not in self._attached:
+                full = len(self._attached) >= MOST_SIZES
+                if full and not use:
+                    return None
                 label = self._chosen.name or f"mooncake-store-{os.getpid()}-{SYSTEM_CLOCK.fresh_id()[:4]}"
                 name = engine_name(label, f"-{next(ENGINES)}")
                 try:
-                    if len(self._attached) == MOST_SIZES:
-                        raise TransferError(f"{MOST_SIZES} sizes of objects are served already")
+                    if full:
+                        self._give_way()
                     self._attached[nbytes] = AttachedSize(nbytes, name, self._model, self._chosen, self._finder)
                 except TransferError as error:
                     MOONCAKE.log.warning("transferd: objects of %d bytes are not stored: %s", nbytes, error)
                     self._refused.add(nbytes)
                     return None
+            if use:
+                self._used.add(nbytes)
             return self._attached[nbytes]
+
+    def _give_way(self) -> None:
+        """Leave a size that is not in use. Raises TransferError if all are."""
+        unused = next((one for one in self._attached if one not in self._used), None)
+        if unused is None:
+            raise TransferError(f"{MOST_SIZES} sizes of objects are served already")
+        self._attached.pop(unused).close()
 
 
 def _uneven(pointers: Sequence[int], sizes: Sequence[int]) -> bool:
