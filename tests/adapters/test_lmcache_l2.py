@@ -131,6 +131,20 @@ def test_only_so_many_kinds_are_served(
     assert sum("1 models and layouts" in one.message for one in caplog.records) == 1
 
 
+def test_a_kind_that_is_only_in_the_books_gives_way_to_one_that_is_stored(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = make()
+    assert store(earlier, keys(2), objects(2, LARGE, seed=1)) > 0
+    monkeypatch.setattr("transferd.adapters.lmcache.l2.MOST_KINDS", 1)
+    l2, given = make(), objects(2, SMALL, seed=2)
+    wait_until(lambda: l2.get_usage() and l2._attached, "the books are compared")
+    assert store(l2, keys(2, group=1), given) > 0
+    l2.delete(keys(1, group=1))
+    assert find(l2, keys(2, group=1), {1: lmcache.layout(given[0])}) == [False, True]
+    assert store(l2, keys(2), objects(2, LARGE, seed=1)) == -1, "the small ones are in use"
+
+
 def test_a_deleted_object_is_gone_and_its_bytes_no_longer_count(make: Callable[..., Any]) -> None:
     l2, given = make(), objects(4, LARGE, seed=1)
     store(l2, keys(4), given)

@@ -20,13 +20,14 @@ import numpy as np
 
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.link import ANSWER_S, NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.read_leases import ReadLeases
 from transferd.adapters.common.slots import Bytes, Slots
 from transferd.adapters.lmcache.batcher import Batcher
 from transferd.adapters.lmcache.kinds import ObjectKind, facts, key_of
 from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
 from transferd.errors import TransferError
+from transferd.runtime.compat import wait_for
 from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 PARTS = 4  # of the slots in one task, so that copies and storage overlap
@@ -133,8 +134,10 @@ class AttachedKind:
 
     async def _asked(self, keys: Sequence[str], *, use: bool) -> list[bool] | None:
         answer: asyncio.Future[list[bool] | None] = asyncio.get_running_loop().create_future()
-        self.link.ask(keys, _to(answer), use=use)
-        return await answer
+        with contextlib.suppress(RuntimeError, TimeoutError):  # it has left, to give its place to another kind
+            self.link.ask(keys, _to(answer), use=use)
+            return await wait_for(answer, ANSWER_S)
+        return None
 
     async def remove(self, keys: Sequence[Any]) -> bool:
         """Have objects removed from storage, by LMCache's keys. Whether the daemon has done it."""

@@ -240,11 +240,11 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         ]
         for kind, some in itertools.groupby(range(len(keys)), kinds.__getitem__):
             alike = list(some)
-            if kind not in self._attached:
+            if (one := self._attached.get(kind)) is None:  # type: ignore[arg-type]
                 orders += [None] * len(alike)
                 continue
             memory = [[memoryview(objects[i].byte_array)] for i in alike]
-            orders += self._attached[kind].leases.orders([key_of(keys[i]) for i in alike], memory)
+            orders += one.leases.orders([key_of(keys[i]) for i in alike], memory)
         return orders
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -308,11 +308,12 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         """Compare the books with the store: it evicts, and others delete."""
         async with self._comparing:
             for kind, keys in self._books.by_kind().items():
-                if not self._serves(kind):
+                if not self._serves(kind, instead=False):
                     continue
+                one = self._attached[kind]
                 for start in range(0, len(keys), MOST_COMPARED):
                     some = keys[start : start + MOST_COMPARED]
-                    there = await self._attached[kind].look([key_of(key) for key in some])
+                    there = await one.look([key_of(key) for key in some])
                     if there is None:
                         self._left = None  # no answer: again at the next question
                         return
@@ -380,11 +381,18 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             self._groups.setdefault((model, group), set()).add(kind)
         await every(do(self._attached[kind], some) for kind, some in which.items())
 
-    def _serves(self, kind: ObjectKind) -> bool:
+    def _serves(self, kind: ObjectKind, *, instead: bool = True) -> bool:
+        """instead: if all places are taken, one that is only in the books, as an earlier model's, gives its own."""
         if kind in self._attached:
             return True
-        if len(self._attached) == MOST_KINDS or kind in self._refused:
+        if kind in self._refused:
             return False
+        if len(self._attached) >= MOST_KINDS:
+            used = set().union(*self._groups.values())
+            unused = next((one for one in self._attached if instead and one not in used), None)
+            if unused is None:
+                return False
+            self._loop.run_in_executor(None, self._attached.pop(unused).close)  # which waits for the daemon
         label = self._chosen.name or f"lmcache-{os.getpid()}-{self._life[:4]}"
         name = engine_name(label, f"-{next(ENGINES)}")
         try:
