@@ -237,6 +237,21 @@ def test_a_wrong_setting_is_named_and_setup_fails(monkeypatch: pytest.MonkeyPatc
     )
 
 
+def test_what_was_not_stored_without_a_daemon_is_in_the_next_ones_report(make: Make) -> None:
+    store = make()
+    source = Buffer(store, seed=1)
+    assert store.put_from(KEYS[0], source.at[0], SIZE) == 0
+    (link,) = [one.link for one in store._attached.values()]
+    assert store._finder is not None
+    assert store._finder.started is not None
+    assert store._finder.started.process is not None
+    os.kill(store._finder.started.process.pid, signal.SIGKILL)
+    wait_until(lambda: not link.ready, within=60.0)
+    assert store.batch_put_from(KEYS[:7], source.at[:7], SIZES[:7]) == [-800] * 7
+    wait_until(lambda: link.ready and link.stats()["server"]["not_stored"], within=60.0)
+    assert link.stats()["server"]["not_stored"] == {"not_ready": 7}
+
+
 def test_memory_of_the_allocator_can_be_used_until_it_is_freed() -> None:
     allocator = MooncakeHostMemAllocator()
     address = allocator.alloc(1 << 20)

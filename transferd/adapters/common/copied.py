@@ -17,7 +17,7 @@ from typing import Any
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
 from transferd.adapters.common.slots import Slots
-from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
+from transferd.tasks import FAILED, NOT_READY, ReadStorageTask, TaskResult, WriteStorageTask
 
 PARTS = 4  # of the slots in one task, so that copies and storage overlap
 AT_ONCE = 2  # loads of one call, so that the daemon has work while the call copies
@@ -70,6 +70,8 @@ class CopiedBlocks:
         for which, task, answer in begun:
             for i, one in zip(which, self._result(task, answer, give_up), strict=True):
                 stored[i] = one
+        if start < len(keys):  # for which no daemon or no slot was there
+            self._link.count_not_stored(FAILED if self._link.ready else NOT_READY, len(keys) - start)
         return stored
 
     def load(self, keys: Sequence[str], blocks: Sequence[Pieces]) -> list[bool]:
