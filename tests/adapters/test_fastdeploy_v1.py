@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,33 @@ def test_the_next_engine_finds_what_the_last_one_stored_before_it_writes(
     assert scheduler.query(["a_0_key", "b_0_key"]) == {"a_0_key": True, "b_0_key": False}
     scheduler.disconnect()
     later.disconnect()
+
+
+def test_what_workers_left_for_the_schedulers_of_ended_engines_is_removed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import sys
+from tests.adapters.test_fastdeploy_v1 import Host, PLANES, connected
+sys.argv = {sys.argv!r}
+connector = connected()
+assert all(connector.batch_set(*Host(PLANES["fp8"], 1).objects(["a"], 0)))
+connector.disconnect()
+"""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, v1.ENGINE_VARIABLE: "ended"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root, env=environment)
+    left = place / "run" / f"transferd-fastdeploy-{os.getuid()}" / "v1"
+    assert [one.name for one in left.iterdir() if one.is_dir()] == ["ended"]
+    objects = Host(PLANES["fp8"], 1).objects(["b"], 0)
+    lives = []
+    for name in ("lives", "new"):
+        monkeypatch.setenv(v1.ENGINE_VARIABLE, name)
+        lives.append(connected())
+        assert all(lives[-1].batch_set(*objects))
+    assert sorted(one.name for one in left.iterdir() if one.is_dir()) == ["lives", "new"]
+    for one in lives:
+        one.disconnect()
 
 
 @pytest.mark.parametrize(

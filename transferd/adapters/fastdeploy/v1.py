@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -31,7 +32,8 @@ from transferd.adapters.fastdeploy.companion import for_objects
 from transferd.adapters.fastdeploy.identity import object_facts
 from transferd.adapters.fastdeploy.objects import LEAVE_S, NodeDaemon, Objects
 from transferd.blocks.fingerprint import Facts, digest
-from transferd.errors import TransferError
+from transferd.errors import EngineGone, RequestError, TransferError
+from transferd.tiers.owner import as_data, check_owner, this_process
 
 log = logging.getLogger(__name__)
 
@@ -267,13 +269,33 @@ def _meeting_place() -> Path:
 
 
 def _publish(objects: Objects, facts: Facts) -> None:
-    data = json.dumps({"name": objects.name, "token": objects.token})
+    _remove_ended()
+    data = json.dumps({"name": objects.name, "token": objects.token, "owner": as_data(this_process())})
     _write(_meeting_place() / f"{objects.nbytes}.json", data)
     sizes = sorted({objects.nbytes, *_known_sizes(facts)})
     _write(_sizes_file(facts), json.dumps(sizes))
 
 
-def _published() -> Iterator[dict[str, str]]:
+def _remove_ended() -> None:
+    """Remove what the workers of earlier engines have left: each start of an engine creates a directory."""
+    for place in own_directory("fastdeploy", "v1").iterdir():
+        files = list(place.glob("*.json"))
+        if files and all(map(_ended, files)):
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _ended(file: Path) -> bool:
+    """Whether the worker that left this file is known to have ended."""
+    try:
+        check_owner(json.loads(file.read_text(encoding="utf-8"))["owner"])
+    except EngineGone:
+        return True
+    except (OSError, ValueError, KeyError, RequestError):  # an earlier release names no owner
+        pass
+    return False
+
+
+def _published() -> Iterator[dict[str, Any]]:
     for file in sorted(_meeting_place().glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # it is being replaced
             yield json.loads(file.read_text(encoding="utf-8"))
