@@ -53,7 +53,22 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return DaemonFinder(program, **where, capacity=self.capacity_bytes, block_bytes=block_bytes, gpu=gpu)
 
 
-def check_size(section: str, key: str, given: int | str) -> None:
+class CopySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of every adapter, and those of one that copies blocks to and from slots.
+
+    load_timeout: seconds for one load; after that its blocks count as missing.
+    buffer: memory for the copies on their way, for each engine at the daemon.
+    """
+
+    load_timeout: float = 10.0
+    buffer: int | str = "256MiB"
+
+    @property
+    def buffer_bytes(self) -> int:
+        return int(Size.parse(self.buffer))
+
+
+def _check_size(section: str, key: str, given: int | str) -> None:
     """Raise ConfigError unless this is a size above 0."""
     try:
         enough = int(Size.parse(given)) > 0
@@ -88,4 +103,9 @@ def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
         _ = found.capacity_bytes
     except ValueError as error:
         raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
+    if isinstance(found, CopySettings):
+        if not 0 < found.load_timeout <= LONGEST_TIMEOUT_S:
+            what = f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}"
+            raise ConfigError(f"{section}.load_timeout", what, found.load_timeout)
+        _check_size(section, "buffer", found.buffer)
     return found

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from transferd.adapters.common.program import Program
-from transferd.adapters.common.settings import LONGEST_TIMEOUT_S, CommonSettings, check_size, parsed
-from transferd.config.size import Size
+from transferd.adapters.common.settings import CopySettings, parsed
 from transferd.errors import ConfigError
 
 SGLANG = Program("SGLang", "sglang.transferd", store="sglang")
@@ -16,25 +15,17 @@ SECTION = "hicache-storage-backend-extra-config"
 OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size")
 
 
-class PoolSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of every adapter, and those of SGLang's.
+class PoolSettings(CopySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of every adapter that copies, and those of SGLang's.
 
     section: the argument of SGLang that has them.
     to_share: what to say of pools that no other process can map.
-    load_timeout: seconds for one load; after that its pages are computed.
-    buffer: memory for the copies on their way, for each pool that is private memory.
     loras: the operator's name for the LoRA adapters of the server's start; "" = by their files.
     """
 
     section: ClassVar[str]
     to_share: ClassVar[str] = ""
-    load_timeout: float = 10.0
     loras: str = ""
-    buffer: int | str = "256MiB"
-
-    @property
-    def buffer_bytes(self) -> int:
-        return int(Size.parse(self.buffer))
 
 
 class HiCacheSettings(PoolSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,9 +57,4 @@ def settings(extra: Mapping[str, Any]) -> HiCacheSettings:
 
 def checked(given: Mapping[str, Any], kind: type[S]) -> S:
     """Parse the keys of an adapter. Raises ConfigError that names the key."""
-    chosen = parsed(kind.section, given, kind)
-    if not 0 < chosen.load_timeout <= LONGEST_TIMEOUT_S:
-        what = f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}"
-        raise ConfigError(f"{kind.section}.load_timeout", what, chosen.load_timeout)
-    check_size(kind.section, "buffer", chosen.buffer)
-    return chosen
+    return parsed(kind.section, given, kind)
