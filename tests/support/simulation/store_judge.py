@@ -138,7 +138,9 @@ class Judge:
     def purges(self, engine: str | None, now: float) -> None:
         """A purge begins or has ended. What a load reads when it begins, it goes on reading."""
         for one in self.reading:
-            one.begun |= {key: one.kept[key] for key in one.own.intersection(one.kept) if self.reads(key)}
+            others = {key for other in self.reading if other is not one for key in other.keys}  # whose read may it be?
+            own = one.own.intersection(one.kept) - others
+            one.begun |= {key: one.kept[key] for key in own if self.reads(key)}
         for key in self.names:  # what a life has found belongs to whichever engine uses it first
             found = self.own.get(key, -1.0) <= self.found_at or key in self.came
             if engine in (None, key[0]) or found or key in self.pinned:
