@@ -236,7 +236,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             while left := [task for task in self.pending() if task not in closed]:
                 closed.update(left)
                 for task in left:
-                    with contextlib.suppress(Exception), warnings.catch_warnings():
+                    with contextlib.suppress(Exception, asyncio.CancelledError), warnings.catch_warnings():
                         warnings.simplefilter("ignore", RuntimeWarning)  # what it was about to await has not begun
                         task.get_coro().close()
         for task in self._alive():
