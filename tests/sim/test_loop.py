@@ -393,3 +393,21 @@ def test_a_program_that_stops_its_loop_raises_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="stopped before its program ended"):
         simulate(main, 0)
+
+
+def test_a_clean_up_that_is_cut_short_may_raise_a_cancellation() -> None:
+    async def left() -> None:
+        try:
+            await asyncio.sleep(1e9)
+        finally:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                raise asyncio.CancelledError
+
+    async def main(loop: SimLoop) -> None:
+        loop.create_task(left())
+        await asyncio.sleep(1)
+
+    with pytest.raises(SimLeak):
+        simulate(main, 0)
