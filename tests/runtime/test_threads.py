@@ -161,6 +161,17 @@ async def test_a_function_that_waits_can_be_withdrawn_and_one_that_has_begun_end
     pools.close()
 
 
+async def test_what_is_withdrawn_holds_no_buffer_although_its_thread_hangs(kind: Kind) -> None:
+    pools, buffer = kind.make(), bytearray(8)
+    running = await kind.begun(pools, OUT, [])
+    waiting = pools.run(OUT, functools.partial(bytes, memoryview(buffer)))
+    assert waiting.cancel()
+    buffer.clear()  # BufferError while anybody has a view of it
+    kind.go()
+    assert await running == "done"
+    pools.close()
+
+
 async def test_a_cancelled_caller_is_cancelled_when_the_function_has_ended(kind: Kind) -> None:
     pools, ran = kind.make(), list[str]()
     running = await kind.begun(pools, OUT, ran)

@@ -95,7 +95,10 @@ class Work(asyncio.Future[T]):
 
     def cancel(self, msg: object = None) -> bool:
         """Withdraw the function. False once a thread has taken it: its awaiter is then cancelled when it has ended."""
-        return self._take_turn() and super().cancel(msg)
+        if not self._take_turn():
+            return False
+        self._function.clear()  # it holds the caller's buffers, and may wait long behind one that hangs
+        return super().cancel(msg)
 
     def refuse(self, error: Exception) -> None:
         """Withdraw the function with an error, unless a thread has taken it."""
