@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.cuda.gpu import FakeGpu
 from tests.support.cuda.shim import compiler
-from tests.support.waits import until
 from transferd.blocks.copyplan import plan_copy
 from transferd.blocks.layout import build_layout
 from transferd.client import offers as attachments
@@ -27,7 +26,7 @@ from transferd.tasks import TIMELINE_SLOTS
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.cuda import CudaDeviceTier, engine, ipc, timeline, waits
 from transferd.tiers.cuda.owned import CopyHung
-from transferd.tiers.cuda.pinning import CudaPinning, is_registered
+from transferd.tiers.cuda.pinning import CudaPinning
 from transferd.tiers.cuda.tuning import DEFAULT
 from transferd.tiers.cuda.waits import ForeignWaits
 from transferd.tiers.pinned import HostPool
@@ -288,31 +287,6 @@ async def test_memory_is_freed_when_a_wait_that_seemed_to_hang_has_ended(
         async with timeout(30):
             while len(made.gpu.memory.owned) > held:  # noqa: ASYNC110 - another thread frees it
                 await asyncio.sleep(0.001)
-
-
-async def test_host_memory_stays_while_it_cannot_be_unpinned_and_is_freed_later(
-    threads: ThreadPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waits, "PATIENCE_S", 0.05)
-    async with rank(threads) as made:
-        pool = HostPool(LAYOUT, 0, CudaPinning(0, made.gpu))
-        address = pool.memory.address
-        after = Timeline(0).next()
-        task = asyncio.ensure_future(made.task(after))
-        await _waits(made, after)
-        closing = asyncio.ensure_future(asyncio.to_thread(pool.close))
-        await asyncio.wait([closing], timeout=20)
-        assert closing.done(), "a wait that lasts holds no thread of the daemon"
-        with pytest.raises(CopyHung, match="unpinning host memory: not yet"):
-            await closing
-        assert is_registered(address)
-        pool.allocate()
-        assert is_registered(pool.memory.address), "an engine that restores its cache gets other memory"
-        made.advance(after)
-        made.finish()
-        assert await wait_for(task, 60) == OLD
-        await until(lambda: not is_registered(address))
-        pool.close()
 
 
 async def test_ranks_that_close_together_end_each_others_waits() -> None:

@@ -7,7 +7,6 @@ is refused, the memory still works, only more slowly: `degraded` says why, and t
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import errno
 import gc
@@ -23,8 +22,7 @@ from typing import Any, Protocol
 import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout, align
-from transferd.errors import InvariantError, StillRunning, TierError
-from transferd.runtime.threads import start_thread
+from transferd.errors import InvariantError, TierError
 from transferd.tiers.populate import PROGRESS, give_back, pieces_of, populate
 
 log = structlog.get_logger(__name__)
@@ -49,7 +47,7 @@ class Pinning(Protocol):
         """Pin the range. Returns "", or why it was refused."""
 
     def unpin(self, address: int, nbytes: int) -> None:
-        """Undo a successful `pin`, once. Raises TierError; StillRunning if it is still pinned: try again."""
+        """Undo a successful `pin`, once. Raises TierError."""
 
 
 class MemoryLock:
@@ -167,49 +165,29 @@ class HostRegion:
             PROGRESS.add(pinned=piece[1])
         self.pinned = True
 
-    def _unpin(self, *, again: bool = False) -> None:
-        """again: as often as it takes."""
+    def _unpin(self) -> None:
         first: TierError | None = None
         while self._pieces:
             try:
-                self._pinning.unpin(*self._pieces[-1])
-            except StillRunning:
-                if not again:
-                    raise
-                continue
+                self._pinning.unpin(*self._pieces.pop())
             except TierError as error:
                 first = first or error
-            self._pieces.pop()
         if first is not None:
             raise first
 
     def close(self) -> None:
-        """Unpin and free the memory, which must have no view in use. Idempotent.
-
-        Raises StillRunning if it cannot be unpinned yet. Then a thread frees it later; `allocate` makes other memory.
-        """
+        """Unpin and free the memory, which must have no view in use. Idempotent."""
         address, self._address = self._address, 0
         if not address:
             return
         self.pinned = False
-        free = copy.copy(self)._free  # noqa: SLF001 - of this memory, whatever `allocate` makes meanwhile
-        self._pieces = []
-        del self._map, self._anchor
         try:
-            free(address)
-        except StillRunning:
-            start_thread("transferd-unpin", lambda: free(address, again=True))
-            raise
-
-    def _free(self, address: int, *, again: bool = False) -> None:
-        try:
-            self._unpin(again=again)
+            self._unpin()
         finally:
-            if not self._pieces:  # pinned memory must stay mapped
-                give_back(address, self.nbytes)
-                del self._anchor
-                self.view.release()
-                self._unmap()
+            give_back(address, self.nbytes)
+            del self._anchor
+            self.view.release()
+            self._unmap()
 
     def _unmap(self) -> None:
         with contextlib.suppress(BufferError):

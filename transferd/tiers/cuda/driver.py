@@ -247,12 +247,12 @@ class Driver(Protocol):
 
 
 @contextmanager
-def on_device(driver: Driver, device: int) -> Iterator[int]:
-    """Within, this thread's calls act on the device's primary context, which this yields."""
+def on_device(driver: Driver, device: int) -> Iterator[None]:
+    """Within, this thread's calls act on the device's primary context."""
     context = driver.retain(device)
     try:
         with driver.current(context):
-            yield context
+            yield
     finally:
         driver.release(device)
 

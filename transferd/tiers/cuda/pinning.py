@@ -12,9 +12,9 @@ import contextlib
 import threading
 
 from transferd.errors import DeviceLost, TierError
-from transferd.tiers.cuda import waits
 from transferd.tiers.cuda.bindings import open_driver
-from transferd.tiers.cuda.driver import Driver, find_device, on_device
+from transferd.tiers.cuda.driver import Driver, find_device
+from transferd.tiers.cuda.waits import waits_of
 from transferd.tiers.pinned import node_of_pci
 
 _registered: dict[int, int] = {}  # address → bytes of each registration of this process, for every device
@@ -65,26 +65,16 @@ class CudaPinning:
         return ""
 
     def unpin(self, address: int, nbytes: int) -> None:  # noqa: ARG002 - CUDA knows how long it is
-        """Undo `pin`, once. Does nothing if the device was lost. Raises TierError.
-
-        Raises WaitLasts while a task waits for an engine that hangs; then the memory is still pinned.
-        """
-        driver, pinned = self._driver, False
-        try:
-            with (
-                contextlib.suppress(DeviceLost),
-                on_device(driver, self._device) as context,  # the same one: the driver counts references
-                waits.waits_of(driver, context).apart("unpinning host memory", waits.PATIENCE_S),
-            ):
-                try:
+        """Undo `pin`, once. Does nothing if the device was lost. Raises TierError."""
+        driver = self._driver
+        with _lock:
+            del _registered[address]
+            _starts.remove(address)
+        with contextlib.suppress(DeviceLost):
+            context = driver.retain(self._device)  # the same context: the driver counts references
+            try:
+                with driver.current(context), waits_of(driver, context).apart("unpinning host memory"):
                     driver.unregister_host(address)
-                finally:
-                    driver.release(self._device)
-        except waits.WaitLasts:
-            pinned = True
-            raise
-        finally:
-            if not pinned:
-                with _lock:
-                    del _registered[address]
-                    _starts.remove(address)
+            finally:
+                driver.release(self._device)
+                driver.release(self._device)
