@@ -745,18 +745,23 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
 async def test_a_token_that_was_shown_before_another_process_registered_the_engine_counts(
     daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first push came before its next Hello, and was refused: it "shows no token"."""
+    """Its first push, before its next Hello, was refused: it "shows no token". The rest of its Hello counts, too."""
+    other_weights = Client(endpoint, engine="e", await_ready=False, token=TOKEN, generation="g2")
     async with contextlib.AsyncExitStack() as stack:
         with monkeypatch.context() as patch:
             patch.setattr(heartbeat, "FIRST_HELLO_S", 3600.0)  # between this client's first Hello and its second
             patch.setattr(heartbeat, "SLOWEST_HELLO_S", 3600.0)
             early = await stack.enter_async_context(client(endpoint, "e", TOKEN))
             stranger = await stack.enter_async_context(client(endpoint, "e", "another token"))
-            for one in (early, stranger):
+            await stack.enter_async_context(other_weights)
+            for one in (early, stranger, other_weights):
                 assert code(await one.submit(write("w0", ["k"], [1]))) == "unknown_engine"
         await stack.enter_async_context(serving(endpoint, "e", token=TOKEN))
         assert (await early.submit(write("w", ["k"], [1]))).status is Status.OK
         assert code(await stranger.submit(write("x", ["k"], [1]))) == "not_this_engine"
+        assert code(await other_weights.submit(write("y", ["k"], [1]))) == "generation_mismatch"
+        other_weights._conversation._greet()
+        assert code(await other_weights.submit(write("z", ["k"], [1]))) == "generation_mismatch"
 
 
 async def test_processes_that_register_at_the_same_moment_share_one_registration(

@@ -35,7 +35,7 @@ class KnownClient:
     hello_requested: bool = False  # we have asked it to say Hello, because a newer session has begun
     behind: bool = False  # its newest message was of an earlier session; it will resend that message
     engine_name: str = ""  # from its Hello; "" before the first one
-    registration: str = field(default="", repr=False)  # from its Hello: the token that it shows
+    said: wire.Hello | None = field(default=None, repr=False)  # its newest Hello
     engine: HostedEngine | None = None  # its engine (engines.py)
     holds: bool = False  # it has registered, offered, attached or pushed, so its engine stays while it lives
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name

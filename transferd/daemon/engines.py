@@ -160,7 +160,7 @@ class Engines:
 
     def join(self, client: KnownClient, said: wire.Hello) -> None:
         """Bind a client to the engine that its Hello names, if it may."""
-        client.engine_name, client.registration = said.engine or DEFAULT_ENGINE, said.registration
+        client.said, client.engine_name = said, said.engine or DEFAULT_ENGINE
         engine, refused = self._by_name.get(client.engine_name), None
         if said.registration:
             client.ended = self._ended.get(digest(said.registration))
@@ -205,7 +205,7 @@ class Engines:
         Raises RequestError: unknown_engine, not_yours, not_this_engine.
         """
         if client.engine is None and client.refused is None:  # the engine may have registered since the last Hello
-            self.join(client, wire.Hello(client.engine_name, registration=client.registration))
+            self.join(client, client.said or wire.Hello(client.engine_name))
         if client.engine is not None and (client.belongs or control):
             return client.engine
         if client.refused is not None:

@@ -18,7 +18,6 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
 import uuid
@@ -281,7 +280,10 @@ def _remove_ended() -> None:
     for place in own_directory("fastdeploy", "v1").iterdir():
         files = list(place.glob("*.json"))
         if files and all(map(_ended, files)):
-            shutil.rmtree(place, ignore_errors=True)
+            for file in files:
+                file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another engine has come there meanwhile
+                place.rmdir()
 
 
 def _ended(file: Path) -> bool:

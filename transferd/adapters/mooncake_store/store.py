@@ -342,7 +342,8 @@ class MooncakeDistributedStore:
         unused = next((one for one in self._attached if one not in self._used), None)
         if unused is None:
             raise TransferError(f"{MOST_SIZES} sizes of objects are served already")
-        self._attached.pop(unused).close()
+        leaving = self._attached.pop(unused)
+        threading.Thread(target=leaving.close, daemon=True).start()  # it waits for the daemon, and others for our lock
 
 
 def _uneven(pointers: Sequence[int], sizes: Sequence[int]) -> bool:

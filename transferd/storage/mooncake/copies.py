@@ -261,7 +261,7 @@ class Copies:
         found: list[PoolObject] = []
         async for some in self._each(read_all(self.pages, share)):
             if self._now() >= self._by:  # a part is no answer: the rest may be what is alone
-                raise StorageUnavailable("the look at the pool was ended: by another drain, a stop, or its time")
+                raise _LookEnded("the look at the pool was ended: by another drain, a stop, or its time")
             found += filter(wanted, some)
             if len(found) >= MOST_FOUND:
                 break
@@ -291,6 +291,8 @@ class Copies:
                 if now != seen or self._missing:
                     await self._look(sorted({one.node for one in segments}))
                 seen, failed = now, False
+            except _LookEnded:  # for a drain: the next look is soon
+                continue
             except TransferError as error:
                 if not failed:
                     log.warning("cannot find out whether objects lack copies", problem=str(error))
@@ -371,6 +373,10 @@ class Copies:
         await asyncio.sleep(LOOK_S)
         tasks = list(run.under_way)
         run.ended(tasks, await self._in_thread(lambda client: client.copied(tasks)), self._now())
+
+
+class _LookEnded(StorageUnavailable):
+    """A look at all objects was interrupted."""
 
 
 def _lacks(held: PoolObject, wanted: int) -> bool:
