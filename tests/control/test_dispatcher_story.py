@@ -134,7 +134,7 @@ def test_control_requests_are_recorded(desk: Desk, recorder: Recorder) -> None:
     assert recorded(recorder) == [
         "pause holder=a",
         "drain holder=b",
-        "hold ended what=drain holder=b",
+        "hold ended hold=drain holder=b",
         "resume holder=a",
         "generation old=g1 new=g2",
         "cache withdrawn problem=the cache was cleared",

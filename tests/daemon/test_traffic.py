@@ -94,7 +94,7 @@ def test_a_daemon_says_where_a_block_has_gone_and_why_look_ups_miss(tmp_path: Pa
         (line,) = (
             line for line in run("explain", "lost", "--endpoint", process.endpoint).splitlines() if "missed" in line
         )
-        assert " block=1 why=evicted level=memory engine=default ago_s=" in line
+        assert " block=1 why=evicted level=memory by=default ago_s=" in line
         client.purge(keys=["a"])
         client.match(["a"])
         client.set_generation("next")

@@ -11,7 +11,7 @@ import pytest
 
 from transferd.errors import RequestError
 from transferd.observability import dump_file as dumps
-from transferd.observability.recorder import Note
+from transferd.observability.recorder import FIELDS, Note
 
 NOTES = [
     Note(10.0, "t1", "admitted", {"blocks": 2, "client": b"17"}),
@@ -34,6 +34,12 @@ def test_a_dump_is_json_lines_as_documented_and_is_read_back(tmp_path: Path) -> 
     dump = dumps.read_dump(path)
     assert dump.header["boot_id"] == "b"
     assert dump.notes[1:] == NOTES[1:]
+
+
+@pytest.mark.parametrize("what", FIELDS)
+def test_every_kind_of_note_is_read_back_as_it_was(what: str) -> None:
+    note = Note(1.0, "t", what, {field: f"its {field}" for field in FIELDS[what]}, "e")
+    assert dumps.decode_note(dumps.encode_note(note)) == note
 
 
 def test_of_a_directory_the_newest_dump_is_read(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ FIELDS: dict[str, tuple[str, ...]] = STEPS | {
     "stopping": ("reason",),
     "no client waits": ("client",),  # the last waiting client has gone
     "slack used up": (),  # ranks that have not arrived become stragglers
-    "missed": ("block", "why", "level", "engine", "ago_s"),  # its first block that was not there, and when that left
+    "missed": ("block", "why", "level", "by", "ago_s"),  # its first block that was not there, and when that left
     "corrupt object": ("rank", "name", "reason"),
     "error": ("rank", "code", "problem"),
     "cause": ("code", "problem"),  # of its answer
@@ -82,7 +82,7 @@ FIELDS: dict[str, tuple[str, ...]] = STEPS | {
     "pause": ("holder",),
     "resume": ("holder",),
     "drain": ("holder",),
-    "hold ended": ("what", "holder"),  # the client that held this pause or drain has gone
+    "hold ended": ("hold", "holder"),  # the client that held this pause or drain has gone
     "shutdown": (),
     "generation": ("old", "new"),
     "cache withdrawn": ("problem",),
