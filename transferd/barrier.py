@@ -122,7 +122,7 @@ class RankBarrier:
         self._rounds: dict[str, Round] = {}  # open ones, in the order of opening
         self._owing: dict[str, set[int]] = {}  # ended rounds: live ranks that have not arrived
         self.dead: dict[int, RankDied] = {}  # in the order of death
-        self._counts = Counter(completed=0, expired=0, late=0)
+        self.counts = Counter(completed=0, expired=0, late=0)  # since the start
 
     # --- the life of a round ------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class RankBarrier:
         """
         round_ = self._rounds.get(task_id)
         if round_ is None:
-            self._counts["late"] += 1
+            self.counts["late"] += 1
             if task_id in self._owing:
                 self._settle(task_id, outcome.rank)
             return False
@@ -191,7 +191,7 @@ class RankBarrier:
         error = ErrorInfo(str(Stop.EXPIRED), f"the deadline passed; missing ranks: {_ranks(round_.missing)}")
         for rank in round_.missing:
             round_.outcomes[rank] = RankOutcome(rank, error=error, stop=Stop.EXPIRED)
-        self._counts["expired"] += 1
+        self.counts["expired"] += 1
         self._end(round_)
         return round_.missing
 
@@ -241,13 +241,13 @@ class RankBarrier:
 
         Since the start: completed rounds, those of them that a deadline ended (expired), and dropped arrivals (late).
         """
-        return {"open": len(self._rounds), "owing": sum(map(len, self._owing.values())), **self._counts}
+        return {"open": len(self._rounds), "owing": sum(map(len, self._owing.values())), **self.counts}
 
     # --- inside -------------------------------------------------------------------------------------
 
     def _end(self, round_: Round) -> None:
         """End a round that is no longer open and in which every rank has an outcome."""
-        self._counts["completed"] += 1
+        self.counts["completed"] += 1
         round_.end()
 
     def _absent(self, round_: Round) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import write
 from transferd import Status
@@ -41,16 +43,24 @@ async def test_engines_have_rows_of_their_own_and_the_daemon_their_sums(tmp_path
     assert json.loads(json.dumps(told)) == told
 
 
-async def test_counts_of_an_engine_that_left_stay_in_the_sums(tmp_path: Path) -> None:
+async def test_counts_of_an_engine_that_left_stay_in_the_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
     endpoint = f"ipc://{tmp_path}/s"
     async with running(endpoint) as daemon:
         async with serving(endpoint, "a") as (one, _):
+            monkeypatch.setattr(daemon.tasks, "ended", broken)
             assert (await one.submit(write("w", ["k"], [0]))).status is Status.OK
+            before = daemon.stats()
             await one.unregister()
         await daemon.engines.settled()
         told = daemon.stats()
     assert told["engines"] == {}
     assert told["tasks"]["ok"] == 1
+    assert told["effects_failed"] == before["effects_failed"] == {"Publish": 1}
+    assert told["barrier"] == before["barrier"]
+    assert told["barrier"]["completed"] == 1
 
 
 async def test_an_engine_that_leaves_while_a_report_is_made_counts_once(tmp_path: Path) -> None:
@@ -65,5 +75,5 @@ async def test_an_engine_that_leaves_while_a_report_is_made_counts_once(tmp_path
         await daemon.engines.settled()
         report = finished(work)
         after = daemon.report()
-    assert (report.tasks, report.rejects) == (after.tasks, after.rejects)
+    assert (report.tasks, report.rejects, report.barrier) == (after.tasks, after.rejects, after.barrier)
     assert (report.tasks["ok"], report.totals.done, report.lanes["write"].done) == (1, 1, 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import copy
 import functools
 import itertools
 import math
@@ -74,19 +74,23 @@ class Departed:
 
     tasks: Counter[str] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
+    barrier: Counter[str] = field(default_factory=Counter)
+    effects_failed: Counter[str] = field(default_factory=Counter)
     corrupt: int = 0
     missed: int = 0
     lanes: dict[str, KindReport] = field(default_factory=dict)
 
     def copy(self) -> Departed:
         """As it is now: later engines do not count in it."""
-        return dataclasses.replace(self, tasks=Counter(self.tasks), rejects=Counter(self.rejects))
+        return copy.deepcopy(self)
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
         self.tasks.update(dispatch.tasks)
         self.lanes = together([self.lanes, of_engine(engine.ranks(dispatch))])
         self.rejects.update(dispatch.rejects)
+        self.barrier.update(engine.barrier.counts)
+        self.effects_failed.update(engine.coordinator.effects_failed)
         self.corrupt += sum(worker.corrupt for worker in engine.workers)
         self.missed += sum(worker.missed for worker in engine.workers)
 

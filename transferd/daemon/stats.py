@@ -112,7 +112,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         tasks=tasks,
         rejects=rejects,
         held=_held(parts.clock.monotonic(), each),
-        barrier=_barrier(engines, own),
+        barrier=_barrier(engines, own, departed.barrier),
         refused=parts.refused(),
         users=_users(parts.transport.endpoints),
         degraded=[reason for engine in engines for reason in _degraded(engine)],
@@ -125,7 +125,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         events=_events(parts.events, engines),
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
-        effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), Counter())),
+        effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), departed.effects_failed)),
         engines={engine.name: found[engine] for engine in parts.engines if engine in found},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         acts=parts.engines.acts.report(),
@@ -227,8 +227,8 @@ def _held(now: float, each: Mapping[HostedEngine, DispatchStatistics]) -> list[r
     return [rows.HoldReport(hold.what, hold.holder, name, now - hold.since) for hold, name in held]
 
 
-def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None) -> rows.BarrierReport:
-    counts = sum((Counter(engine.barrier.statistics()) for engine in engines), Counter())
+def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None, departed: Counter[str]) -> rows.BarrierReport:
+    counts = sum((Counter(engine.barrier.statistics()) for engine in engines), departed)
     dead = [rank for engine in engines for rank in sorted(engine.barrier.dead)]
     return rows.BarrierReport(dead=dead, skew_s=[] if own is None else list(own.coordinator.skew_s), **counts)
 
