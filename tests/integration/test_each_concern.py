@@ -236,6 +236,12 @@ def test_not_attached(tmp_path: Path) -> None:
         assert "rank 0" in sick.has(client, "not_attached")
         client.attach(0)
         sick.over(client, "not_attached")
+        with SyncClient(process.endpoint) as looks:
+            client.close()
+            wait_until(lambda: looks.stats()["cache"]["unmapped"] == [0], "the engine has left")
+            assert "not_attached" not in named(looks)
+            looks.submit(write("next"))
+            assert "rank 0" in sick.has(looks, "not_attached")
 
 
 @produces

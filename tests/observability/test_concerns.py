@@ -11,8 +11,8 @@ import structlog.testing
 
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
-from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns
-from transferd.observability.report import ConcernReport, Report, read, tree
+from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns, find
+from transferd.observability.report import CacheReport, ConcernReport, EngineReport, Report, read, tree
 from transferd.runtime.clock import Clock
 from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -74,6 +74,14 @@ def test_the_most_urgent_comes_first_and_text_from_outside_is_one_line() -> None
     lines = concerns(Report(concerns=watch.concerns(90.0)))
     assert lines[0] == f"rank 1 has died (for 1 min 30 s): {CONCERNS['rank_died'].remedy}"
     assert all(line.isprintable() for line in lines)
+
+
+def test_memory_that_nobody_needs_any_more_is_no_concern() -> None:
+    report = Report(ready=True, rejects={"not_attached": 3}, cache=CacheReport(unmapped=[0]))
+    report.engines["default"] = EngineReport(unattached=[0])
+    assert find(report) == [], "the engine that pushed too early has left"
+    report.engines["default"].unattached_s = 0.1
+    assert [trouble.name for trouble in find(report)] == ["not_attached"]
 
 
 def test_a_daemon_before_concerns_is_not_called_well() -> None:

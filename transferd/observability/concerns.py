@@ -17,6 +17,7 @@ from typing import NamedTuple
 import structlog
 from msgspec import UNSET
 
+from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
 from transferd.observability.report import ConcernReport, DiskReport, LevelReport, Report, StorageReport
 from transferd.observability.units import named_ranks, size, span
@@ -125,7 +126,8 @@ def find(report: Report, health: Measured | None = None) -> list[Trouble]:
 
 def _service(report: Report, health: Measured) -> Iterator[Trouble]:
     """Why no tasks are served, or only some."""
-    cache = report.cache
+    cache, own = report.cache, report.engines.get(DEFAULT_ENGINE)
+    needed = own is not None and own.unattached_s is not None  # an engine that has left is no problem
     if report.barrier.dead:
         yield Trouble("rank_died", f"{named_ranks(report.barrier.dead)} has died")
     if cache.cleared:
@@ -134,7 +136,7 @@ def _service(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("no_memory", f"{named_ranks(cache.missing)} without memory")
     elif not report.ready:
         yield Trouble("not_ready", f"not ready: {health.not_ready or 'no reason was given'}")
-    elif cache.unmapped and report.rejects.get("not_attached"):  # an engine that has left is no problem
+    elif cache.unmapped and needed and report.rejects.get("not_attached"):
         yield Trouble("not_attached", f"no engine has attached {named_ranks(cache.unmapped)}")
     for name, engine in report.engines.items():
         for_s = engine.unattached_s or 0.0
