@@ -84,6 +84,11 @@ def test_memory_that_nobody_needs_any_more_is_no_concern() -> None:
     assert [trouble.name for trouble in find(report)] == ["not_attached"]
 
 
+def test_deadlines_that_were_missed_with_some_blocks_done_are_a_concern() -> None:
+    (trouble,) = find(Report(ready=True, errors={"expired": 4}, tasks={"partial": 4, "expired": 1}))
+    assert (trouble.name, trouble.total) == ("deadlines_missed", 4)
+
+
 def test_a_daemon_before_concerns_is_not_called_well() -> None:
     old = tree(Report(ready=True, log_dropped=3))
     assert "concerns" not in old

@@ -265,7 +265,8 @@ def _quality(report: Report, health: Measured) -> Iterator[Trouble]:
         yield Trouble("tasks_refused", text + (f", of {about}" if about else ""), sum(busy.values()), about)
     for reason in _together(report.degraded):
         yield Trouble("degraded", reason)
-    if expired := report.tasks.get("expired", 0):
+    # A task that was late and had some blocks done has the status `partial`, and this error.
+    if expired := max(report.tasks.get("expired", 0), report.errors.get("expired", 0)):
         yield Trouble("deadlines_missed", f"{expired} tasks missed their deadline", expired)
     if failed := sum(report.effects_failed.values()):
         yield Trouble("internal_errors", f"internal errors: {report.effects_failed}", failed)
