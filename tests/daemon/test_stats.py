@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 
 from tests.daemon.test_engines import running, serving
 from tests.integration.own_memory import write
+from tests.support.waits import until
 from transferd import Status
+from transferd.daemon.engine import HostedEngine
 from transferd.daemon.stats import report_of
 from transferd.runtime.loop_turns import finished
 from transferd.runtime.version import VERSION
+from transferd.tasks import ErrorInfo
 
 CACHE = {"ranks": 2, "layers": 1, "kv_heads": 1, "head_dim": 8, "block_size": 4, "device_blocks": 4, "host_blocks": 4}
 
@@ -77,3 +81,29 @@ async def test_an_engine_that_leaves_while_a_report_is_made_counts_once(tmp_path
         after = daemon.report()
     assert (report.tasks, report.rejects, report.barrier) == (after.tasks, after.rejects, after.barrier)
     assert (report.tasks["ok"], report.totals.done, report.lanes["write"].done) == (1, 1, 1)
+
+
+async def test_counts_of_an_engine_stay_when_the_last_one_of_its_name_leaves_after_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, end = asyncio.Event(), HostedEngine.end
+
+    async def late(engine: HostedEngine, why: ErrorInfo) -> None:
+        await gate.wait()
+        await end(engine, why)
+
+    monkeypatch.setattr(HostedEngine, "end", late)
+    endpoint = f"ipc://{tmp_path}/s"
+    async with running(endpoint) as daemon:
+        async with serving(endpoint, "e"):
+            pass
+        await until(lambda: daemon.engines.get("e") is None, "its name is free")
+        async with serving(endpoint, "e") as (again, _):
+            assert await again.exists(["k"]) == [False]
+            before = daemon.stats()["engines"]["e"]
+            assert (before["misses"], before["missed_for"]) == (1, {"never_stored": 1})
+            assert daemon.stats()["engines_leaving"] == 1
+            gate.set()
+            await daemon.engines.settled()
+            after = daemon.stats()["engines"]["e"]
+            assert (after["misses"], after["missed_for"]) == (before["misses"], before["missed_for"])

@@ -495,8 +495,9 @@ class Engines:
             del self.leaving[engine]
             self.holdings.left(engine)
             self.departed.take(engine)
-            self._shared.tasks.left(engine.name)
-            self._shared.traffic.left(engine.name)
+            if engine.name not in self._by_name:  # else these are also the counts of the next engine of its name
+                self._shared.tasks.left(engine.name)
+                self._shared.traffic.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:
