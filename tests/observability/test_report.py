@@ -96,6 +96,14 @@ def test_what_is_counted_is_counted_by_engine_and_by_level() -> None:
     assert others >= {"engine", "kind", "stage"}
 
 
+def test_a_metric_has_the_same_labels_wherever_it_is_counted() -> None:
+    """Else one series is a part of another one, and who adds them up counts twice."""
+    labels: dict[str, set[tuple[str, ...]]] = {}
+    for one in metrics(Report).values():
+        labels.setdefault(one.name, set()).add(tuple(one.labels))
+    assert {name: found for name, found in labels.items() if len(found) > 1} == {}
+
+
 async def test_every_key_that_a_daemon_reports_has_its_row(daemon: Daemon) -> None:
     rows = documented()
     found = list(paths(json.loads(json.dumps(daemon.stats()))))

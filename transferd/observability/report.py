@@ -287,6 +287,7 @@ class LevelReport(StoreFigures):
     disks: Annotated[list[DiskReport], Sections("storage_disk_", {"path": "path"})] = []  # of the file backend
     capacity: Annotated[int | UnsetType | None, Gauge("bytes that may be stored", "capacity_bytes")] = None
     evictions: int = 0  # copies removed to make room
+    scrub: Annotated[ScrubReport | UnsetType, Sections("storage_level_scrub_")] = UNSET  # of the file backend
     pending_bytes: Annotated[int, Gauge("bytes that wait to be copied there")] = 0
     copied: Annotated[int, Count("objects copied there from a level above")] = 0
     promoted: Annotated[int, Count("objects copied there from a level below, because they were used")] = 0
