@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hung_files import HANGS, HungFiles
 from tests.support.slow_store import let_wait
 from transferd import Client, ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.cli import main as cli
@@ -154,6 +155,35 @@ def test_a_wait_drains_the_engines_and_ends_when_their_tasks_have_ended(
     assert len(asked) == 1 + 2, "each level is asked what it has at first and at the end, not at each look"
     assert task.result().status == "miss"
     assert not engine.stats()["draining"], "and tasks are admitted again"
+
+
+def test_copies_that_end_while_the_levels_are_asked_were_no_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The levels are asked while a copy hangs; it ends before the report is asked for."""
+    hangs, files = Path(f"{tmp_path / 'blocks'}{HANGS}"), f"{HungFiles.__module__}:{HungFiles.__name__}"
+    file = {"path": str(tmp_path / "blocks"), "capacity": "16MiB", "reserve": "0B"}
+    storage = {"levels": ["memory", files], "level": {files: {"write": "back"}}, "file": file}
+    tree = {"cache": {"ranks": 1, "device_blocks": 8, "host_blocks": 0}, "storage": storage}
+    ask = Client.restart_check
+
+    async def slow(client: Client) -> AtRestart:
+        lost = await ask(client)
+        hangs.unlink(missing_ok=True)
+        while (await client.stats())["storage"]["levels"][1]["pending_bytes"]:
+            pass
+        return lost
+
+    monkeypatch.setattr(Client, "restart_check", slow)
+    hangs.touch()
+    with running(tree, tmp_path) as process, SyncClient(process.endpoint) as client:
+        client.on_new_boot = lambda: None
+        client.attach(0)
+        assert client.submit(WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[1])).status == "ok"
+        check = Check(process.endpoint, monkeypatch, capsys)
+        code, found = check()
+        assert (code, found["stored blocks"][0]) == (3, WAIT)
+        assert check("--wait")[0] == 0
 
 
 def found(report: Report, **lost: Any) -> dict[str, str]:

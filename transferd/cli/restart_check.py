@@ -34,13 +34,17 @@ class Stake(NamedTuple):
     text: str
 
 
-def rows(report: Report, lost: AtRestart, *, drained: bool = False) -> Iterator[Stake]:
-    """What a restart would do to each part. drained: by this command, so drains are no holds."""
+def rows(report: Report, lost: AtRestart, *, drained: bool = False, waited: int = 0) -> Iterator[Stake]:
+    """What a restart would do to each part.
+
+    drained: by this command, so drains are no holds.
+    waited: bytes that waited to be copied before the levels were asked for `lost`, which takes long.
+    """
     if lost.configuration:
         yield Stake("configuration", LOSES, f"the daemon would not start: {lost.configuration}")
     else:
         yield Stake("configuration", SAFE, "on disk it is valid")
-    yield from _stored(report, lost)
+    yield from _stored(report, lost, waited)
     yield from _tasks(report)
     holds = [one for one in report.held if one.what != "drain" or not drained]
     held = "; ".join(f"{one.what} of engine {one.engine}, by {one.holder}" for one in holds)
@@ -48,11 +52,11 @@ def rows(report: Report, lost: AtRestart, *, drained: bool = False) -> Iterator[
     yield from _engines(report)
 
 
-def _stored(report: Report, lost: AtRestart) -> Iterator[Stake]:
+def _stored(report: Report, lost: AtRestart, waited: int) -> Iterator[Stake]:
     from transferd.observability.units import count, size
 
     storage = report.storage
-    coming = sum(level.pending_bytes for level in storage.levels)
+    coming = _pending(report)
     moving = {
         "wait to be copied to lower levels": coming,
         "of a level that is drained": sum(level.draining_bytes for level in storage.levels),
@@ -69,7 +73,11 @@ def _stored(report: Report, lost: AtRestart) -> Iterator[Stake]:
     elif lost.stop_copies_s:
         yield Stake("stored blocks", SAFE, f"{alone}; a stop has {lost.stop_copies_s:g} s to copy them (drain_at_stop)")
     else:
-        yield Stake("stored blocks", WAIT if lost.bytes <= coming else LOSES, alone)
+        yield Stake("stored blocks", WAIT if lost.bytes <= max(coming, waited) else LOSES, alone)
+
+
+def _pending(report: Report) -> int:
+    return sum(level.pending_bytes for level in report.storage.levels)
 
 
 def _tasks(report: Report) -> Iterator[Stake]:
@@ -107,8 +115,9 @@ def verdict(found: list[Stake]) -> str:
 async def _check(client: Client, *, drained: bool = False) -> list[Stake]:
     from transferd.observability.report import read
 
+    waited = _pending(read(await client.stats()))
     lost = await client.restart_check()
-    return list(rows(read(await client.stats()), lost, drained=drained))
+    return list(rows(read(await client.stats()), lost, drained=drained, waited=waited))
 
 
 async def _coming(client: Client) -> str:
