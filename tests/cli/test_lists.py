@@ -83,8 +83,8 @@ def test_the_commands_print_tables_and_json(daemon: DaemonProcess, engine: SyncC
     assert transferd("tasks", "--running", env=env).stdout == "no matching tasks\n"
     assert f"pid {os.getpid()}" in transferd("clients", env=env).stdout.replace("\n", " ")
     assert transferd("tasks", "--running", "--engine", "default", env=env).stdout == "no matching tasks\n"
-    for command in ("tasks", "clients"):
-        unknown = transferd(command, "--engine", "defualt", env=env)
+    for command in (["tasks"], ["clients"], ["top", "--once"]):
+        unknown = transferd(*command, "--engine", "defualt", env=env)
         assert (unknown.returncode, unknown.stdout) == (1, "")
         assert "no engine 'defualt'; there are: default" in unknown.stderr
     both = transferd("tasks", "--slow", "--failed", env=env)

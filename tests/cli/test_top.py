@@ -49,6 +49,15 @@ def test_rates_are_the_daemons_and_their_history_is_ours(report: dict[str, Any])
     assert figures.hit_share == 0.75
 
 
+def test_an_engine_that_has_left_has_nothing_to_show(report: dict[str, Any]) -> None:
+    samples = Samples("gone")
+    report["totals"] |= {"tasks_per_s": 4.0, "bytes_per_s": 500.0}
+    report["lanes"]["read"] |= {"done": 3, "tasks_per_s": 4.0}
+    figures = samples.add(read(report), [])
+    assert (figures.tasks_per_s, figures.bytes_per_s) == ([0.0], [0.0]), "not the figures of all engines"
+    assert not any(kind.done for kind in figures.kinds.values())
+
+
 def test_another_daemon_begins_anew(report: dict[str, Any]) -> None:
     samples = Samples()
     samples.add(read(report), [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from transferd.observability.report import KindReport, RankReport, Report
+from transferd.observability.report import EngineReport, KindReport, RankReport, Report, TasksReport
 from transferd.tasks import Lane
 
 MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first; the others once they have had a task
@@ -52,8 +52,13 @@ def with_rates(kind: KindReport, recent: KindReport) -> KindReport:
 
 def shown(report: Report, engine: str = "") -> dict[str, KindReport]:
     """The kinds of tasks to show, of one engine or ("") of all: the main ones, and those that have had a task."""
-    kinds: Kinds = report.engines[engine].lanes if engine in report.engines else report.lanes
+    kinds = tasks_of(report, engine).lanes
     return {name: kind for name, kind in kinds.items() if name in MAIN_LANES or _busy(kind)}
+
+
+def tasks_of(report: Report, engine: str = "") -> TasksReport:
+    """The tasks of one engine, none if it is not there, or ("") of all."""
+    return report.engines.get(engine, EngineReport()) if engine else report
 
 
 def _busy(kind: KindReport) -> bool:

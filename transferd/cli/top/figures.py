@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transferd.observability.concerns import concerns
-from transferd.observability.figures import shown
+from transferd.observability.figures import shown, tasks_of
 from transferd.observability.report import KindReport, Report
 
 WINDOW = 60  # polls in a sparkline
@@ -59,7 +59,7 @@ class Samples:
             self._boot_id = report.boot_id
             self._clear()
         kinds = shown(report, self._engine)
-        totals = report.engines[self._engine].totals if self._engine in report.engines else report.totals
+        totals = tasks_of(report, self._engine).totals
         self._tasks[""].append(totals.tasks_per_s)
         self._bytes.append(totals.bytes_per_s)
         for name, kind in kinds.items():

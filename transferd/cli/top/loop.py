@@ -19,6 +19,7 @@ from rich.control import Control
 from rich.text import Text
 
 from transferd.cli.asking import Format
+from transferd.cli.lists import no_rows
 from transferd.cli.terminal import stdout
 from transferd.cli.top.figures import Figures, Samples
 from transferd.cli.top.screen import KEYS, SORTS, View, ordered, screen
@@ -51,6 +52,7 @@ def watch(
 
     async def run() -> None:
         async with client() as it:
+            await no_rows(it, engine)
             await (_print_once(it, interval, format_, engine) if once else _Live(it, interval, engine).run())
 
     with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends it, like `q`
