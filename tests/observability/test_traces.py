@@ -191,6 +191,27 @@ async def test_a_collector_that_is_dead_or_silent_holds_nothing_up(monkeypatch: 
         silent.server_close()
 
 
+async def test_a_batch_without_a_sampled_task_says_nothing_about_the_collector() -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    made = Traces("http://127.0.0.1:9/v1/traces", 0.0, "x", wall=lambda: 0.0)
+    made.start()
+    log_of(made).ended("default", task("t"), TaskResult(task_id="t", status=Status.OK))
+    await made.close()
+    assert made.statistics() == TracesReport(exported=0, dropped=0, failed=0)
+
+
+async def test_the_collector_accepts_the_tasks_that_are_sampled(collector: Collector) -> None:
+    made = Traces(collector.url, 0.0, "x", wall=lambda: 1000.0)
+    made.start()
+    sampled = {"traceparent": f"00-{TRACE}-{PARENT}-01"}
+    for name, more in (("no", {}), ("yes", sampled)):
+        result = TaskResult(task_id=name, status=Status.OK, duration=1.0)
+        log_of(made).ended("default", task(name, **more), result, Ran(9.0, 9.25, [(0, 9.5)]))
+    await made.close()
+    collector.wait_for("yes")
+    assert made.statistics() == TracesReport(exported=1, dropped=0, failed=0)
+
+
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     code = "import sys, transferd.daemon.process, transferd.observability.traces; print('opentelemetry' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

@@ -123,18 +123,23 @@ class Traces:
 
     def _export(self, spans: SpanMaker, answered: Sequence[_Answered]) -> None:
         from opentelemetry.sdk.trace.export import SpanExportResult
+        from opentelemetry.trace import SpanKind
 
+        tasks = len(answered)
         try:
             made = spans.of(answered)
-            good = not made or self._exporter.export(made) is SpanExportResult.SUCCESS
+            if not made:  # none is sampled, which says nothing about the collector
+                return
+            tasks = sum(span.kind is SpanKind.SERVER for span in made)
+            good = self._exporter.export(made) is SpanExportResult.SUCCESS
             problem = "the collector refused them, or did not answer"
         except Exception as error:  # noqa: BLE001 - a collector, or its library, must not end the thread
             good, problem = False, f"{type(error).__name__}: {error}"
         if good:
-            self.exported += len(answered)
+            self.exported += tasks
         else:
-            self.failed += len(answered)
-        if good is self._silent and answered:
+            self.failed += tasks
+        if good is self._silent:
             self._silent = not good
             if good:
                 log.info("the trace collector answers again", endpoint=self._endpoint)
