@@ -12,7 +12,17 @@ import structlog.testing
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns, find
-from transferd.observability.report import CacheReport, ConcernReport, EngineReport, Report, read, tree
+from transferd.observability.report import (
+    CacheReport,
+    ConcernReport,
+    DiskReport,
+    EngineReport,
+    LevelReport,
+    Report,
+    StorageReport,
+    read,
+    tree,
+)
 from transferd.runtime.clock import Clock
 from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
 
@@ -93,6 +103,30 @@ def test_a_daemon_before_concerns_is_not_called_well() -> None:
     old = tree(Report(ready=True, log_dropped=3))
     assert "concerns" not in old
     assert concerns(read(old)) == [f"3 log lines were lost: {CONCERNS['log_dropped'].remedy}"]
+
+
+def full(refused: int, gone: int = 0, *, short: bool = False) -> Report:
+    disk = DiskReport(path="/d", total=100, room=10 if short else 100, capacity=50)
+    storage = StorageReport(levels=[LevelReport(disks=[disk])], evicted_for={"medium_full": gone})
+    return Report(ready=True, errors={"storage_full": refused}, storage=storage)
+
+
+def test_a_full_store_is_told_from_a_full_disk_whatever_was_full_before() -> None:
+    assert [(one.name, one.total) for one in find(full(2, gone=1))] == [("disk_full", 1), ("store_full", 2)]
+    watch = Watch()
+
+    def names(report: Report, now: float) -> list[str]:
+        watch.look([one for one in find(report) if one.name.endswith("_full") and one.total is not None], now)
+        return [one.name for one in watch.concerns(now)]
+
+    assert names(full(1, gone=1, short=True), 0.0) == ["disk_full"]
+    assert watch.concerns(0.0)[0].times == 2
+    assert names(full(1, gone=1), 10.0) == ["disk_full"], "what found no room before found none on the disk"
+    assert names(full(2, gone=1), 1000.0) == ["store_full"]
+    assert watch.concerns(1000.0)[0].times == 1
+    assert names(full(2, gone=1, short=True), 2000.0) == [], "nothing more has happened"
+    assert names(full(3, gone=1, short=True), 3000.0) == ["disk_full"]
+    assert watch.concerns(3000.0)[0].times == 1
 
 
 def test_every_concern_has_its_row_in_the_docs() -> None:

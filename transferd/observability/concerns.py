@@ -9,7 +9,7 @@ ten minutes have passed without one. So a concern ends by itself. docs/metrics.m
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,12 +98,14 @@ class Trouble(NamedTuple):
     """One thing that is wrong. total: how many events there were since the start; None if it is simply there.
 
     about: the engine, level, disk or node that it concerns, such as "level object"; "" for the daemon.
+    counter: what total counts, if other concerns count the same; an event is news to one of them only.
     """
 
     name: str
     text: str
     total: int | None = None
     about: str = ""
+    counter: str = ""
 
 
 class Measured(NamedTuple):
@@ -216,14 +218,17 @@ def _full(storage: StorageReport, refused: int) -> Iterator[Trouble]:
     """refused: tasks that found no room. Blames the disk if it has less room than the store may take."""
     short = any(_short(disk, level) for level in storage.levels for disk in level.disks)
     gone = (storage.evicted_for or {}).get("medium_full", 0)
-    if gone or (refused and short):
-        text = f"the disk is fuller than the store: {gone} objects had to go, {refused} tasks found no room"
-        yield Trouble("disk_full", text, gone + refused)
+    if gone:
+        yield Trouble("disk_full", f"the disk is fuller than the store: {gone} objects had to go", gone)
+    if refused and short:
+        text = f"the disk is fuller than the store: {refused} tasks found no room"
+        yield Trouble("disk_full", text, refused, counter="storage_full")
     elif refused:
         shares, pinned = sum(one.share for one in storage.holdings or []), storage.pinned_bytes or 0
         held = [f"engines' shares keep {size(shares)}"] * bool(shares) + [f"{size(pinned)} are pinned"] * bool(pinned)
         text = f"{refused} tasks found no room in the store's {size(storage.capacity or 0)}"
-        yield Trouble("store_full", f"{text}: {' and '.join(held) or 'they need more'}", refused)
+        text = f"{text}: {' and '.join(held) or 'they need more'}"
+        yield Trouble("store_full", text, refused, counter="storage_full")
 
 
 def _short(disk: DiskReport, level: LevelReport) -> bool:
@@ -302,7 +307,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._spells: dict[str, _Spell] = {}
-        self._totals: dict[str, int] = {}
+        self._totals = Counter[str]()  # by counter
         # When events happened, or concerns that are simply there began, and how many; within REMEMBERED_S.
         self._events: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
 
@@ -327,9 +332,12 @@ class Watch:
         text = one_line("; ".join(trouble.text for trouble in troubles))
         about = ", ".join(dict.fromkeys(trouble.about for trouble in troubles if trouble.about))
         counted, begins = troubles[0].total is not None, name not in self._spells
-        total = sum(trouble.total or 0 for trouble in troubles)
-        more = total - self._totals.get(name, 0) if counted else int(begins)
-        self._totals[name] = total
+        totals = Counter[str]()
+        for trouble in troubles:
+            totals[trouble.counter or name] += trouble.total or 0
+        more = sum(total - self._totals[counter] for counter, total in totals.items()) if counted else int(begins)
+        for counter, total in totals.items():
+            self._totals[counter] = total
         if more > 0:
             self._events[name].append((now, more))
         elif begins:
