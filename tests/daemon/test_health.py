@@ -11,7 +11,7 @@ import pytest
 from tests.daemon.test_engines import configured
 from transferd.daemon.daemon import Daemon
 from transferd.daemon.health import LAGS_KEPT, LATE, HealthCheck
-from transferd.observability.concerns import EVERY_S
+from transferd.observability.concerns import EVERY_S, REMEMBERED_S
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import finished
 
@@ -67,6 +67,17 @@ async def test_the_loop_is_late_if_several_of_the_last_looks_were_and_until_they
     assert world.health._measured().lag_s >= 200.0
     world.health._beat(loop.time())
     assert world.health._measured().lag_s < 200.0
+
+
+async def test_a_loop_that_was_late_before_the_clients_left_is_not_late_for_ever(world: World) -> None:
+    loop = asyncio.get_running_loop()
+    for _ in range(LATE):
+        world.health._beat(loop.time() - 300.0)
+    assert world.health._measured().lag_s >= 200.0
+    world.now += REMEMBERED_S
+    assert world.health._measured().lag_s >= 200.0
+    world.now += 1
+    assert world.health._measured().lag_s == 0.0
 
 
 async def test_a_daemon_that_is_not_ready_reports_a_concern(world: World) -> None:

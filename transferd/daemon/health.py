@@ -15,7 +15,7 @@ import msgspec
 
 from transferd.daemon.listing import Listing
 from transferd.daemon.stats import Parts, report_of
-from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, Measured, Watch, find
+from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, REMEMBERED_S, Measured, Watch, find
 from transferd.observability.history import History
 from transferd.observability.report import Report
 from transferd.observability.report_memory import ReportMemory
@@ -35,7 +35,7 @@ class HealthCheck:
         self._watch = Watch()
         self._history = History(self._now())
         self._looked_at = -EVERY_S
-        self._lags: deque[float] = deque(maxlen=LAGS_KEPT)
+        self._lags: deque[tuple[float, float]] = deque(maxlen=LAGS_KEPT)  # each with the time of its measurement
         self._pulse = Timer()
 
     def report(self) -> Generator[None, None, Report]:
@@ -58,7 +58,7 @@ class HealthCheck:
             self._pulse.set(EVERY_S, self._beat, asyncio.get_running_loop().time() + EVERY_S)
 
     def _beat(self, due: float) -> None:
-        self._lags.append(asyncio.get_running_loop().time() - due)
+        self._lags.append((self._now(), asyncio.get_running_loop().time() - due))
         self._viewed.report()
 
     def close(self) -> None:
@@ -66,9 +66,11 @@ class HealthCheck:
 
     def _measured(self) -> Measured:
         oldest_s, oldest = self._listing.oldest_running(OLDEST_TASK_S)
+        since = self._now() - REMEMBERED_S  # without clients nothing newer is measured
+        lags = sorted(lag for at, lag in self._lags if at >= since)
         return Measured(
             not_ready=self._parts.not_ready,
-            lag_s=sorted(self._lags)[-LATE] if len(self._lags) >= LATE else 0.0,
+            lag_s=lags[-LATE] if len(lags) >= LATE else 0.0,
             storage_p99_s=self._parts.windows.storage_p99_s(),
             oldest_s=oldest_s,
             oldest=oldest,
