@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integration.caches import attached
+from tests.machine.faults.resources import in_own_mounts
 from tests.support.blobs import put
 from transferd import Status, WriteStorageTask
 from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal, stamp_of_name
@@ -115,6 +116,32 @@ def test_quarantine_leaves_a_store_that_is_good(tmp_path: Path) -> None:
         await storage.close()
 
     asyncio.run(nothing_bad_is_left())
+
+
+def test_a_damaged_object_that_can_neither_be_moved_nor_removed_is_an_error_of_its_own(tmp_path: Path) -> None:
+    fill(tmp_path)
+    expected = spoil(tmp_path)
+    stuck = file_of(tmp_path, 3)
+    mounts = in_own_mounts(f"mount --bind {stuck} {stuck}")  # busy
+    command = [
+        *mounts,
+        sys.executable,
+        "-m",
+        "transferd",
+        "verify",
+        "--path",
+        str(tmp_path),
+        "--quarantine",
+        "--format",
+        "json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    assert (report["objects"], report["damaged"], report["quarantined"]) == (60, len(expected), len(expected) - 1)
+    [error] = report["errors"]
+    assert str(stuck) in error
+    assert {bad["file"] for bad in report["bad"] if bad["name"] == name(3)} == {str(stuck)}
 
 
 def test_a_store_in_use_can_be_verified_but_not_changed(tmp_path: Path) -> None:

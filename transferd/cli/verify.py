@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from transferd.errors import ConfigError, one_line
+from transferd.errors import ConfigError, StorageError, one_line
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.examine import PIECE_BYTES, Examination
@@ -116,8 +116,11 @@ def _verify(report: VerifyReport, path: str, progress: Callable[[int], None], *,
             else:
                 where = examination.path
                 if examination.damage is not None and quarantine:
-                    where = directory.set_aside(name)
-                    report.quarantined += 1
+                    try:
+                        where = directory.set_aside(name)
+                        report.quarantined += 1
+                    except StorageError as error:
+                        report.errors.append(str(error))
                 _count(report, examination, where)
     except OSError as error:
         report.errors.append(str(error))
