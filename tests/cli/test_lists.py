@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,20 @@ def test_the_commands_print_tables_and_json(daemon: DaemonProcess, engine: SyncC
         assert "no engine 'defualt'; there are: default" in unknown.stderr
     both = transferd("tasks", "--slow", "--failed", env=env)
     assert (both.returncode, both.stderr.count("\n")) == (2, 1)
+
+
+def test_a_recording_that_cannot_begin_leaves_no_file(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    down = transferd("record", str(file), "--seconds", "0", "--endpoint", f"ipc://{tmp_path}/none")
+    assert (down.returncode, "no daemon answered" in down.stderr) == (1, True)
+    assert not file.exists()
+
+
+def test_a_recording_overwrites_nothing(daemon: DaemonProcess, engine: SyncClient, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text("mine")
+    refused = transferd("record", str(file), "--seconds", "0", "--endpoint", daemon.endpoint)
+    assert (refused.returncode, "File exists" in refused.stderr, file.read_text()) == (1, True, "mine")
 
 
 def test_names_from_clients_are_printed_escaped(engine: SyncClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
@@ -32,8 +32,8 @@ def record(
 
     written = _Written()
     try:
-        with file.open("x", encoding="utf-8") as lines, contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_record(daemon, written, lines, seconds, engine))
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_record(daemon, written, file, seconds, engine))
     except OSError as error:
         raise RequestError(f"{file}: cannot be written: {error.strerror}") from error
     tree = {"file": str(file), "requests": written.requests, "lost": written.lost}
@@ -49,17 +49,16 @@ class _Written:
         self.began: float | None = None
 
 
-async def _record(daemon: AskedDaemon, written: _Written, lines: TextIO, seconds: float | None, engine: str) -> None:
+async def _record(daemon: AskedDaemon, written: _Written, file: Path, seconds: float | None, engine: str) -> None:
     import asyncio
 
     loop = asyncio.get_running_loop()
     until = None if seconds is None else loop.time() + seconds
-    last = 0
-    async with daemon.connected() as client:
+    async with daemon.connected() as client, contextlib.AsyncExitStack() as stack:
+        found = await client.record(0)  # it may be refused: before there is a file
+        lines = stack.enter_context(file.open("x", encoding="utf-8"))
         while True:
-            found = await client.record(last)
             written.lost += found["lost"]
-            last = found["last"]
             for at, name, tokens, ids in found["requests"]:
                 if ids and engine in ("", name):
                     written.began = at if written.began is None else written.began
@@ -71,3 +70,4 @@ async def _record(daemon: AskedDaemon, written: _Written, lines: TextIO, seconds
                 return
             if not found["requests"]:
                 await asyncio.sleep(EVERY_S if until is None else min(EVERY_S, until - loop.time()))
+            found = await client.record(found["last"])
