@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from tests.cli.conftest import transferd
 from transferd import SyncClient
@@ -19,9 +20,11 @@ from transferd.cli.doctor.machine import NO_LIMIT, Machine
 from transferd.client.launch import DaemonProcess, start
 from transferd.config import from_tree
 from transferd.daemon.preflight import build
-from transferd.observability.report import read
+from transferd.observability.concerns import Watch, find
+from transferd.observability.report import Report, StorageReport, read
 from transferd.runtime.descriptors import LEAST
 from transferd.runtime.limits import ControlGroup
+from transferd.runtime.version import VERSION
 
 GIB = 1024**3
 HUGE = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -215,3 +218,20 @@ def test_a_daemon_that_is_absent_is_a_warning_and_one_that_is_not_ready_a_failur
 def test_a_daemon_of_another_version_is_a_warning(engine: SyncClient) -> None:
     finding = report.daemon(read(engine.stats() | {"version": "0.0.1"}))
     assert (finding.level, "the daemon is 0.0.1" in finding.found) == (Level.WARN, True)
+
+
+@pytest.mark.parametrize("version", [VERSION, "0.0.1"])
+@pytest.mark.parametrize(("critical", "level"), [(False, Level.WARN), (True, Level.FAIL)])
+def test_concerns_are_listed_whatever_the_version_and_critical_ones_fail(
+    version: str, critical: bool, level: Level
+) -> None:
+    storage = StorageReport(backend="file", breaker="open" if critical else "closed")
+    sick = Report(ready=True, version=version, log_dropped=3, storage=storage)
+    watch = Watch()
+    watch.look(find(sick), 0.0)
+    for one in (sick, structs.replace(sick, concerns=watch.concerns(0.0))):  # an older daemon has no concerns
+        finding = report.daemon(one)
+        assert finding.level is level
+        assert "3 log lines were lost" in finding.found
+        assert ("storage file does not answer" in finding.found) is critical
+        assert ("the daemon is 0.0.1" in finding.found) is (version != VERSION)

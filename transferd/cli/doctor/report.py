@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +19,7 @@ from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
-from transferd.observability.concerns import concerns
+from transferd.observability.concerns import CONCERNS, concerns, find
 from transferd.observability.report import Report, UsersReport, read
 from transferd.observability.units import size
 from transferd.runtime.version import VERSION
@@ -80,11 +81,14 @@ def daemon(report: Report) -> Diagnosis:
     troubles = concerns(report)
     if not report.ready:
         return fail("daemon", f"not ready: {'; '.join(troubles)}", "see /readyz, and the log")
+    remedy = "run `transferd stats` for the details"
     if report.version != VERSION:
-        what = f"the daemon is {report.version}, this command {VERSION}"
-        return warn("daemon", what, "restart the daemon after an upgrade; docs/operations.md says in which order")
+        troubles.insert(0, f"the daemon is {report.version}, this command {VERSION}")
+        remedy = "restart the daemon after an upgrade; docs/operations.md says in which order"
     if troubles:
-        return warn("daemon", "; ".join(troubles), "run `transferd stats` for the details")
+        named = find(report) if report.concerns is UNSET else report.concerns
+        critical = any(one.name in CONCERNS and CONCERNS[one.name].severity == "critical" for one in named)
+        return (fail if critical else warn)("daemon", "; ".join(troubles), remedy)
     return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
 
