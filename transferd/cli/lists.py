@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -64,14 +63,14 @@ def engines(daemon: AskedDaemon) -> None:
     from transferd.observability.report import read
 
     tree = daemon.ask(lambda client: client.stats())
-    if daemon.as_json:
-        print(json.dumps(tree["engines"]))
-        return
-    from transferd.cli.tasks_view import engines_table
-    from transferd.cli.terminal import stdout
 
-    found = read(tree).engines
-    stdout().print(engines_table(found) if found else "no engines")
+    def table() -> None:
+        from transferd.cli.tasks_view import engines_table
+        from transferd.cli.terminal import stdout
+
+        stdout().print(engines_table(read(tree).engines))
+
+    daemon.show(tree["engines"], table if tree["engines"] else "no engines")
 
 
 @asks()
@@ -113,13 +112,11 @@ async def no_rows(client: Client, engine: str) -> list[dict[str, Any]]:
 
 
 def _report(rows: list[dict[str, Any]], what: Literal["tasks", "clients"], daemon: AskedDaemon, nothing: str) -> None:
-    if daemon.as_json:
-        print(json.dumps(rows))
-    elif not rows:
-        print(nothing)
-    else:
+    def table() -> None:
         from transferd.cli.tasks_view import clients_table, tasks_table
         from transferd.cli.terminal import stdout
 
-        console, table = stdout(), tasks_table if what == "tasks" else clients_table
-        console.print(table(rows, console.width))
+        console, made = stdout(), tasks_table if what == "tasks" else clients_table
+        console.print(made(rows, console.width))
+
+    daemon.show(rows, table if rows else nothing)

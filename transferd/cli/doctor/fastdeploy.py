@@ -11,7 +11,7 @@ from transferd.adapters.common.directories import started_daemons
 from transferd.adapters.common.packaged import nobody_listens
 from transferd.adapters.fastdeploy.companion import load_sections
 from transferd.adapters.fastdeploy.words import storage_in_words, storage_settings
-from transferd.cli.doctor.checks import Diagnosis, fail, mooncake_problem, ok, warn
+from transferd.cli.doctor.checks import PLUGINS, Diagnosis, fail, mooncake_problem, ok, warn
 from transferd.cli.doctor.machine import Machine
 from transferd.config import Config, MooncakeStorageSection
 from transferd.config.sections import DEFAULT_ENDPOINT
@@ -22,7 +22,6 @@ from transferd.storage.registry import backends_of
 
 PACKAGES = ("fastdeploy-gpu", "fastdeploy-xpu", "fastdeploy")
 RUN_WITH = ("2.5", "2.6")  # and develop
-PLUGINS = "FD_PLUGINS"
 V1_VARIABLE = "ENABLE_V1_KVCACHE_MANAGER"
 NAME = "FastDeploy"
 
