@@ -179,6 +179,7 @@ def test_copies_that_end_while_the_levels_are_asked_were_no_loss(
     with running(tree, tmp_path) as process, SyncClient(process.endpoint) as client:
         client.on_new_boot = lambda: None
         client.attach(0)
+        client.ping()  # a Hello, which says that it comes back
         assert client.submit(WriteStorageTask(task_id="w", keys=["a"], gpu_block_ids=[1])).status == "ok"
         check = Check(process.endpoint, monkeypatch, capsys)
         code, found = check()
