@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
+import dataclasses
 import functools
 import itertools
 import math
@@ -82,7 +82,13 @@ class Departed:
 
     def copy(self) -> Departed:
         """As it is now: later engines do not count in it."""
-        return copy.deepcopy(self)
+        return dataclasses.replace(
+            self,
+            tasks=Counter(self.tasks),
+            rejects=Counter(self.rejects),
+            barrier=Counter(self.barrier),
+            effects_failed=Counter(self.effects_failed),
+        )
 
     def take(self, engine: HostedEngine) -> None:
         dispatch = engine.dispatcher.statistics()
@@ -389,7 +395,7 @@ class Engines:
                 engine.kv_events.start()
             await engine.open()
         except Exception as error:
-            code = getattr(error, "reason", InvariantError.code)
+            code = error.reason if isinstance(error, TransferError) else InvariantError.code
             self._dismiss(engine, ErrorInfo(code, str(error) or type(error).__name__))
             raise
         which = {"registration": engine.digest, "fingerprint": plan.layout.fingerprint}
