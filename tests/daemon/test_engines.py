@@ -715,21 +715,22 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
 
     monkeypatch.setattr(ShmDeviceTier, "addressable", False)
     monkeypatch.setattr(ShmDeviceTier, "copy_in", held)
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 3600.0)  # it sends the task again when we say so, not before
-    monkeypatch.setattr(heartbeat, "SILENCE_S", 3600.0)
     async with serving(endpoint, "e", token=TOKEN) as (one, memory), client(endpoint, "e", TOKEN) as other:
         memory.paint(1, 0x21)
         memory.paint(2, 0x42)
         assert (await one.submit(write("w", ["k"], [1]))).status is Status.OK
         pushed = await one.push(read("r", ["k"], [2]))
         await begun.wait()
+        conversation = one._conversation
+        conversation._beat_timer.cancel()  # it sends the task again when we say so, not before
+        await until(lambda: not conversation._heart.hello_under_way, "its newest Hello is answered")
         engine = daemon.engines.get("e")
         assert engine is not None
         for peer in list(engine.clients):
             daemon.server._forget(peer, "was silent for 7.4 s")
         if comes_again:
             await other.register(described())
-        one._conversation._greet()  # as its heartbeat does
+        conversation._greet()  # as its heartbeat does
         refused = await pushed
         assert not refused.settled
         assert (refused.status, code(refused)) == (Status.REJECTED, why), refused
