@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from tests.support import fake_lmcache as lmcache
 from tests.support.blobs import overwrite
@@ -91,6 +92,13 @@ def load(l2: Any, named: Sequence[ObjectKey], given: Sequence[MemoryObj]) -> lis
     return bits
 
 
+def hurry(l2: Any, seconds: float = 0.5) -> None:
+    """Give an adapter's kinds so much time from now on: what a test stores before may take as long as a disk needs."""
+    for one in l2._attached.values():
+        one._chosen = replace(one._chosen, timeout=seconds, load_timeout=seconds)
+        one._writes._timeout = one._reads._timeout = seconds
+
+
 def test_objects_of_two_sizes_in_one_batch_come_back_with_their_bytes(make: Callable[..., Any]) -> None:
     l2 = make()
     named = [*keys(40), *keys(40, group=1)]
@@ -158,8 +166,9 @@ def test_a_deleted_object_is_gone_and_its_bytes_no_longer_count(make: Callable[.
 
 
 def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(make: Callable[..., Any]) -> None:
-    l2, given = make(timeout=0.5, load_timeout=0.5), objects(20, LARGE, seed=1)
+    l2, given = make(), objects(20, LARGE, seed=1)
     assert store(l2, keys(20), given) > 0
+    hurry(l2)
     daemon = l2._finder.started.process.pid
     (kind,) = l2._attached.values()
     os.kill(daemon, signal.SIGSTOP)
@@ -170,6 +179,7 @@ def test_a_request_under_a_suspended_daemon_ends_and_leaves_its_buffers_alone(ma
         assert find(l2, keys(20), {0: lmcache.layout(given[0])}) == [False] * 20
     finally:
         os.kill(daemon, signal.SIGCONT)
+    hurry(l2, 30.0)
     wait_until(lambda: len(kind.slots._free) == kind.slots.count, "slots are not free again", within=60)
     assert not any(one.bytes.any() for one in empty)
     wait_until(lambda: all(load(l2, keys(20), empty)), "the daemon serves again, but not this adapter", within=60)
