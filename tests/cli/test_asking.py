@@ -18,6 +18,7 @@ from transferd.config import ServerSection
 from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError, ConnectTimeout
 from transferd.observability import logs
+from transferd.wire import obstacle
 from transferd.wire.obstacle import NO_SOCKET, NOBODY_LISTENS, STUCK, SUSPENDED, is_refusal
 from transferd.wire.transport import ZmqServerTransport
 
@@ -92,6 +93,13 @@ def test_a_daemon_that_may_only_be_slow_is_waited_for(
     assert not any(map(is_refusal, ("", STUCK, SUSPENDED)))
 
 
+@pytest.fixture
+def patient_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look for the reason gets its answer, however slow the machine is: there is only one look."""
+    monkeypatch.setattr(obstacle, "TRY_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient_probe")
 async def test_a_command_without_keys_names_their_options_at_once(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(zmq.curve_keypair()[1])
@@ -107,6 +115,7 @@ async def test_a_command_without_keys_names_their_options_at_once(tmp_path: Path
         server.close()
 
 
+@pytest.mark.usefixtures("patient_probe")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root is refused by name here")
 async def test_a_refused_user_gets_an_error_at_once(tmp_path: Path) -> None:
     server = ZmqServerTransport(ServerSection(endpoint=f"ipc://{tmp_path}/d", allowed_uids=[64123]))
