@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from tests.cli.conftest import PATIENTLY
 from tests.support.waits import wait_until
 from transferd.cli import main
 from transferd.client.launch import running, spawn
@@ -51,7 +52,7 @@ def test_a_command_without_a_daemon_imports_neither_client_nor_daemon(tmp_path: 
 
 def test_a_question_imports_the_client_and_its_report_and_nothing_of_the_daemon(tmp_path: Path) -> None:
     with running({}, tmp_path) as daemon:
-        there = ["--endpoint", daemon.endpoint]
+        there = ["--endpoint", daemon.endpoint, *PATIENTLY]
         for question in (["ping"], ["tasks"], ["stats", "--format", "json"], ["clients", "--format", "json"]):
             modules = imported_by(tmp_path, *question, *there)
             assert modules & (NEVER | OF_A_DAEMON | OF_A_REPORT) == set(), question

@@ -10,12 +10,14 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.text import Text
 
-from tests.cli.conftest import transferd
+from tests.cli.conftest import PATIENTLY, transferd
+from tests.support.waits import wait_until
 from transferd import SyncClient, WriteStorageTask
 from transferd.client.launch import DaemonProcess
 from transferd.runtime.compat import tomllib
@@ -26,12 +28,15 @@ LONG = "request-" + "0123456789" * 12
 
 
 def on_terminal(width: int, *arguments: str) -> list[str]:
-    """The lines that a command draws on a terminal of this width, without colours."""
+    """The lines that a command draws on a terminal of this width, without colours.
+
+    Its errors have no terminal: on one, a command shows how long it waits if the daemon is slow.
+    """
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    command = [sys.executable, "-m", "transferd", *arguments]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    command = [sys.executable, "-m", "transferd", *arguments, *PATIENTLY]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment)
     os.close(theirs)
     drawn = b""
     while True:
@@ -40,8 +45,9 @@ def on_terminal(width: int, *arguments: str) -> list[str]:
         except OSError:  # its end, on Linux
             break
         drawn += piece
-    process.wait(60)
+    _, complaints = process.communicate(timeout=60)
     os.close(mine)
+    assert complaints == b""
     return Text.from_ansi(drawn.decode().replace("\r\n", "\n")).plain.split("\n")
 
 
@@ -52,14 +58,22 @@ def busy(engine: SyncClient) -> SyncClient:
     return engine
 
 
+def _alone(client: SyncClient) -> int:
+    """How many clients there are once the commands of before have left: the daemon may hear their Bye later."""
+    wait_until(lambda: len(client.clients()) == 1)
+    return 1
+
+
 @pytest.mark.parametrize("columns", ["", "40", "80"])
 def test_a_pipe_gets_a_line_for_each_row(daemon: DaemonProcess, busy: SyncClient, columns: str) -> None:
     at, env = ("--endpoint", daemon.endpoint), os.environ | {"COLUMNS": columns} if columns else None
-    for arguments, rows in (
-        (("tasks", "--limit", "1000"), len(busy.tasks("recent", 1000))),
-        (("tasks", "--failed"), len(busy.tasks("failed", 20))),
-        (("clients",), len(busy.clients()) + 1),
-    ):
+    asked: list[tuple[tuple[str, ...], Callable[[], int]]] = [
+        (("tasks", "--limit", "1000"), lambda: len(busy.tasks("recent", 1000))),
+        (("tasks", "--failed"), lambda: len(busy.tasks("failed", 20))),
+        (("clients",), lambda: _alone(busy) + 1),
+    ]
+    for arguments, counted in asked:
+        rows = counted()
         lines = transferd(*arguments, *at, env=env).stdout.splitlines()
         assert len(lines) == rows + 1, lines
         assert not [line for line in lines if line != line.rstrip()]

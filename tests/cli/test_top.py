@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import NASTY, transferd
+from tests.cli.conftest import NASTY, OF_A_BUSY_MACHINE, PATIENTLY, transferd
 from transferd import SyncClient
 from transferd.cli.top.figures import Samples, waits_by_rank
 from transferd.cli.top.screen import KEYS, View, ordered, screen
@@ -134,7 +134,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self.theirs = theirs
-        command = [sys.executable, "-m", "transferd", *arguments]
+        command = [sys.executable, "-m", "transferd", *arguments, *PATIENTLY]
         environment = os.environ | {"TERM": "xterm-256color"}
         # As from a terminal, where SIGINT interrupts: a shell's background jobs ignore it, and so do their children.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -148,12 +148,12 @@ class Terminal:
         self.shown = ""
         os.write(self.mine, keys.encode())
 
-    def until(self, text: str) -> None:
-        """Read until this was drawn since the last key."""
+    def until(self, *texts: str) -> None:
+        """Read until one of these was drawn since the last key."""
         give_up = time.monotonic() + 60
-        while text not in self.shown:
+        while not any(text in self.shown for text in texts):
             ready, _, _ = select.select([self.mine], [], [], max(0.0, give_up - time.monotonic()))
-            assert ready, f"{text!r} was not drawn in:\n{self.shown[-4000:]}"
+            assert ready, f"{texts!r} was not drawn in:\n{self.shown[-4000:]}"
             drawn = os.read(self.mine, 65536).decode(errors="replace")
             self.shown += drawn
             self.all += drawn
@@ -169,7 +169,7 @@ def test_a_run_on_a_terminal(daemon: DaemonProcess, engine: SyncClient) -> None:
     terminal = Terminal("top", "--interval", "0.2", "--endpoint", daemon.endpoint)
     try:
         terminal.until("slowest first")
-        terminal.until("all is well")
+        terminal.until("all is well", *(f"! {text}" for text in OF_A_BUSY_MACHINE.values()))
         terminal.press("s")
         terminal.until("newest first")
         terminal.press("p")
