@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.hung_files import HANGS, HungFiles
 from tests.support.slow_store import let_wait
+from tests.support.waits import wait_until
 from transferd import Client, ReadStorageTask, SyncClient, WriteStorageTask
 from transferd.cli import main as cli
 from transferd.cli import restart_check
@@ -74,6 +75,7 @@ def engine(daemon: DaemonProcess) -> Iterator[SyncClient]:
         client.on_new_boot = lambda: None
         client.attach(0)
         client.ping()  # a Hello, which says so
+        wait_until(lambda: len(client.clients()) == 1, "the engine of before has not left")
         yield client
         client.purge()
 
