@@ -25,7 +25,7 @@ BUILD = f"{RELEASE}.{'post' if RELEASED else 'dev'}20261129081338+g0123456789ab"
 NEEDED = ("transferd/py.typed", "transferd/observability/page.html", "transferd/tiers/kernels/move_blocks.cu")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves its own directories behind, and takes from them
     source.mkdir()
@@ -56,7 +56,7 @@ def test_a_wheel_is_made_and_works_where_there_is_no_compiler(tmp_path: Path) ->
     only = ("transferd/cli/bench/", "transferd/cli/demo_pd/", "transferd/adapters/conformance")
     assert not [name for name in names if name.startswith(only)], "what only a checkout has"
     subprocess.run(
-        [*pip, "install", "--no-deps", "--target", str(tmp_path / "there"), str(wheel)], check=True, timeout=60
+        [*pip, "install", "--no-deps", "--target", str(tmp_path / "there"), str(wheel)], check=True, timeout=200
     )
     there = os.environ | {"PYTHONPATH": str(tmp_path / "there")}
     transferd = [sys.executable, "-m", "transferd"]
