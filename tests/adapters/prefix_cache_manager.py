@@ -31,7 +31,7 @@ from transferd.cli.replay.pool import BlockPool, PooledBlock
 from transferd.tasks import Status
 
 TIMEOUT_S = 20.0  # of a storage task
-LATE_S = 5.0  # what an answer may need beyond its timeout: the daemon's slack, and a loaded machine
+LATE_S = 20.0  # what an answer may need beyond its timeout: the daemon's slack, and a loaded machine
 FETCH_S = 0.05  # how long the receiver waits for an answer before it looks whether it should stop
 
 

@@ -183,12 +183,12 @@ def test_a_group_registers_at_a_daemon_without_cache(tmp_path: Path, monkeypatch
 
 def test_a_daemon_whose_cache_another_engine_uses_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two engines of the same settings would read and write each other's blocks."""
-    monkeypatch.setattr("transferd.adapters.fastdeploy.companion.FREE_TIMEOUT_S", 0.2)
     asked = derived(storage="--kvcache_storage_backend file --create_cache_tensor")
     with running({**asked, "metrics": {"listen": ""}}, tmp_path) as daemon:
         monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
-        with SyncClient(daemon.endpoint) as another:
+        with SyncClient(daemon.endpoint) as another, monkeypatch.context() as patched:
             another.attach(0)
+            patched.setattr("transferd.adapters.fastdeploy.companion.FREE_TIMEOUT_S", 0.2)
             with pytest.raises(ConfigError, match="another engine uses its cache"):
                 find_or_start(asked, port=9200, data_parallel_id=1)
         assert find_or_start(asked, port=9200, data_parallel_id=1).endpoint == daemon.endpoint

@@ -121,7 +121,7 @@ def read(name: str, keys: list[str], gpu: list[int], **more: Any) -> tuple[Any, 
 
 def task(name: str, keys: list[str], gpu: list[int], **more: Any) -> SimpleNamespace:
     return SimpleNamespace(
-        **{"task_id": name, "keys": keys, "token_ids": None, "gpu_block_ids": gpu, "timeout": 10.0} | more
+        **{"task_id": name, "keys": keys, "token_ids": None, "gpu_block_ids": gpu, "timeout": 60.0} | more
     )
 
 
