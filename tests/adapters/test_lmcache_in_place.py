@@ -18,6 +18,7 @@ from tests.adapters.test_lmcache_l2 import LARGE, SMALL, answered, find, hurry, 
 from tests.support import fake_lmcache as lmcache
 from tests.support.fake_lmcache import MemoryObj
 from tests.support.waits import wait_until
+from transferd.adapters.common import link
 
 __all__ = ["make"]  # a fixture
 pytestmark = pytest.mark.one_loop
@@ -108,7 +109,7 @@ def test_private_memory_is_copied_and_one_line_names_the_setting(
 
 
 def test_under_a_suspended_daemon_a_load_has_no_answer_before_its_buffers_are_free(
-    make: Callable[..., Any], arena: npt.NDArray[np.uint8]
+    make: Callable[..., Any], arena: npt.NDArray[np.uint8], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     l2 = make(in_place=True, l1=described(arena))
     given, empty = objects(20, LARGE, seed=1), objects(20, LARGE)
@@ -119,7 +120,10 @@ def test_under_a_suspended_daemon_a_load_has_no_answer_before_its_buffers_are_fr
     os.kill(daemon, signal.SIGSTOP)
     try:
         task = l2.submit_load_task(keys(20), empty)
-        assert find(l2, keys(20), {0: lmcache.layout(given[0])}) == [False] * 20, "after the time of a question"
+        with monkeypatch.context() as patched:
+            patched.setattr(link, "LOOKUP_TIMEOUT_S", 2.0)
+            found = find(l2, keys(20), {0: lmcache.layout(given[0])})
+        assert found == [False] * 20, "after the time of a question"
         assert l2.query_load_result(task) is None
     finally:
         os.kill(daemon, signal.SIGCONT)

@@ -173,7 +173,7 @@ def test_what_was_not_stored_while_no_daemon_answered_is_in_the_next_ones_report
     (result,) = [engine.start(WriteStorageTask(task_id="w", keys=["a" * 64], gpu_block_ids=[1])).get(timeout=WAIT_S)]
     engine.link.count_not_stored(why_not_stored(result), 1)
     engine.link.count_not_stored("no_room", 4)
-    with SyncClient(engine.finder.find(), connect_timeout=WAIT_S, await_ready=False) as watcher:
+    with SyncClient(engine.link.endpoint, connect_timeout=WAIT_S, await_ready=False) as watcher:
         wait_until(lambda: watcher.stats()["server"]["not_stored"], within=WAIT_S)
         assert watcher.stats()["server"]["not_stored"] == {"not_ready": 1, "no_room": 4}
 
