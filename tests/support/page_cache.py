@@ -8,6 +8,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from tests.support.waits import wait_until
+
 
 def pages_in_memory(path: Path) -> int:
     """How many pages of a file the page cache has. (A read that must not wait makes the kernel read the file ahead.)"""
@@ -34,8 +36,12 @@ def tells_what_it_has(directory: Path) -> bool:
 
 
 def forget(path: Path) -> None:
-    """Have the page cache drop a file."""
+    """Have the page cache drop a file; again while it keeps a part, such as what is just being read ahead."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert not pages_in_memory(path)
+
+        def dropped() -> bool:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return not pages_in_memory(path)
+
+        wait_until(dropped, f"the page cache keeps {path}")
