@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transferd.adapters.common import link, read_leases
+from transferd.adapters.fastdeploy import companion
 
 PATIENCE_S = 20.0
 
@@ -19,3 +20,4 @@ def patient_questions(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr(link, "LOOKUP_TIMEOUT_S", PATIENCE_S)
         monkeypatch.setattr(link, "ANSWER_S", 2 * PATIENCE_S)
         monkeypatch.setattr(read_leases, "ANSWER_S", 2 * PATIENCE_S)
+        monkeypatch.setattr(companion, "ANSWER_TIMEOUT_S", PATIENCE_S)
