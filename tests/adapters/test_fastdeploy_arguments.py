@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from transferd.adapters.fastdeploy import companion
 from transferd.adapters.fastdeploy.arguments import (
     RoutingShape,
     configuration,
@@ -192,6 +195,27 @@ def test_a_daemon_whose_cache_another_engine_uses_is_refused(tmp_path: Path, mon
             with pytest.raises(ConfigError, match="another engine uses its cache"):
                 find_or_start(asked, port=9200, data_parallel_id=1)
         assert find_or_start(asked, port=9200, data_parallel_id=1).endpoint == daemon.endpoint
+
+
+def test_a_daemon_that_stands_still_does_not_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = derived(storage="--kvcache_storage_backend file --create_cache_tensor")
+    same = companion._check_same
+    with running({**asked, "metrics": {"listen": ""}}, tmp_path) as daemon, SyncClient(daemon.endpoint) as another:
+        another.attach(0)
+        pid = another.stats()["pid"]
+
+        def stop(*given: Any) -> None:
+            same(*given)
+            os.kill(pid, signal.SIGSTOP)
+
+        monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
+        monkeypatch.setattr(companion, "_check_same", stop)
+        monkeypatch.setattr(companion, "FREE_TIMEOUT_S", 0.2)
+        try:
+            with pytest.raises(ConfigError, match="does not answer whether another engine uses its cache"):
+                find_or_start(asked, port=9200, data_parallel_id=1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_settings_that_fastdeploy_does_not_decide_may_differ() -> None:

@@ -398,11 +398,13 @@ def _await_free(endpoint: str) -> None:
     """Return once no engine uses the daemon's [cache]; the one before us may just have ended. Raises ConfigError."""
     give_up = time.monotonic() + FREE_TIMEOUT_S
     while True:
-        cache = (ask(endpoint) or {}).get("cache", {})
-        if not any(cache.get("mapped", ())) and not any(cache.get("owners", ())):
+        cache = None if (report := ask(endpoint)) is None else report.get("cache", {})
+        if cache is not None and not any(cache.get("mapped", ())) and not any(cache.get("owners", ())):
             return
         if time.monotonic() > give_up:
             what = "another engine uses its cache; run a daemon without [cache], where both register"
+            if cache is None:
+                what = "the daemon there does not answer whether another engine uses its cache: start again"
             raise ConfigError(ENDPOINT_VARIABLE, f"{what}, or {ELSEWHERE}", endpoint)
         _pause(0.1)
 
