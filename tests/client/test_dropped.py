@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.wire_daemon import serving
+
+# What a busy machine makes a good program say: its daemon is late; with -X dev, a step of its loop took long.
+SLOW = re.compile(r".*\(still waiting\)|Executing <.*> took \d+\.\d+ seconds")
 
 COMMON = """
 import asyncio, gc, os, sys, threading, time, warnings
@@ -21,7 +25,7 @@ def task(task_id):
     return SwapOutTask(task_id=f"{task_id}-{os.getpid()}-{time.monotonic_ns()}", gpu_block_ids=[1], cpu_block_ids=[2])
 
 def until(condition):
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up
         time.sleep(0.001)
@@ -67,7 +71,7 @@ def play(request: pytest.FixtureRequest, endpoint: str) -> Callable[..., str]:
 def _run(endpoint: str, program: str, *options: str) -> str:
     command = [sys.executable, *options, "-c", program, endpoint]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    said = [line for line in done.stderr.splitlines() if not line.endswith("(still waiting)")]  # a busy machine
+    said = [line for line in done.stderr.splitlines() if not SLOW.fullmatch(line)]
     assert (said, done.returncode) == ([], 0), done.stdout
     return done.stdout
 
@@ -147,7 +151,7 @@ for how in ("name", "cycle"):
             collector = threading.Thread(target=gc.collect)
             collector.start()
             collector.join()
-        print(waiting.result(10).error.code, end=" ")
+        print(waiting.result(60).error.code, end=" ")
         until(lambda: not clients())
         print(warned(caught))
 """
@@ -194,7 +198,7 @@ client = SyncClient(endpoint)
 client.connect()
 held, begun = client.push(task("held")), client.start(task("held too"))
 calls = {
-    "pushed before": lambda: held.result(20), "started before": lambda: begun.result(20),
+    "pushed before": lambda: held.result(60), "started before": lambda: begun.result(60),
     "stats": client.stats, "ping": client.ping, "connect": client.connect, "wait_ready": client.wait_ready,
     "submit": lambda: client.submit(task("t")), "push": lambda: client.push(task("t")),
     "start": lambda: client.start(task("t")).result(), "match": lambda: client.match(["a"]),
@@ -329,8 +333,8 @@ context = multiprocessing.get_context("fork")
 queue = context.Queue()
 process = context.Process(target=work, args=(queue,))
 process.start()
-print(queue.get(timeout=20))
-process.join(20)
+print(queue.get(timeout=60))
+process.join(60)
 print(process.exitcode, client.submit(task("t")).status)
 client.close()
 """

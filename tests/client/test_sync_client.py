@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import pydoc
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.client.test_dropped import SLOW
+from tests.support.freezing import freeze, thaw
 from tests.support.wire_daemon import serving
 from transferd.client.client import Client
 from transferd.client.sync_client import MOST_BEGINNING, SyncClient
@@ -241,7 +242,7 @@ def test_questions_have_futures_that_run_beside_each_other(endpoint: str) -> Non
 def test_a_question_to_a_mute_daemon_ends_at_its_own_time_and_others_wait(tmp_path: Path) -> None:
     where = f"ipc://{tmp_path}/d.sock"
     with serving(where) as daemon, SyncClient(where) as client:
-        daemon.send_signal(signal.SIGSTOP)
+        freeze(daemon.pid)
         patient = client.start_exists(["a"], timeout=SECONDS)
         for asked in (client.match, client.exists):
             with pytest.raises(TransferError, match=r"within 0\.05 s") as caught:
@@ -251,7 +252,7 @@ def test_a_question_to_a_mute_daemon_ends_at_its_own_time_and_others_wait(tmp_pa
             client.start_match(["a"], timeout=0.05).result(SECONDS)
         assert late.value.reason == "no_answer"
         assert not patient.done()
-        daemon.send_signal(signal.SIGCONT)
+        thaw(daemon.pid)
         assert patient.result(SECONDS) == [True]
 
 
@@ -352,12 +353,13 @@ client.ping()
 
 def test_an_interrupted_wait_leaves_the_client_usable(endpoint: str) -> None:
     command = [sys.executable, "-c", INTERRUPTED, endpoint]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    assert (done.stdout, done.stderr, done.returncode) == ("ok\n", "", 0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = [line for line in done.stderr.splitlines() if not SLOW.fullmatch(line)]
+    assert (done.stdout, said, done.returncode) == ("ok\n", [], 0)
 
 
 def test_a_process_that_never_closes_its_client_still_exits(endpoint: str) -> None:
-    done = subprocess.run([sys.executable, "-c", NEVER_CLOSED, endpoint], timeout=20, check=False)
+    done = subprocess.run([sys.executable, "-c", NEVER_CLOSED, endpoint], timeout=100, check=False)
     assert done.returncode == 0
 
 
