@@ -49,6 +49,12 @@ def open_(tmp_path: Path, live: Live) -> Open:
     return lambda: Remembered(tmp_path / "announced-x", live)  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk may take seconds for the last write, which these tests read."""
+    monkeypatch.setattr(module, "CLOSE_S", 60.0)
+
+
 async def test_each_life_reads_what_those_before_it_have_noted(open_: Open) -> None:
     for life in range(3):
         file = open_()
@@ -151,7 +157,6 @@ async def test_a_file_is_not_written_anew_before_what_it_has_is_announced_again(
 async def test_a_disk_that_is_slow_at_the_end_does_not_hold_up_the_loop(
     open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CLOSE_S", 20.0)
     loop, go_on, write = asyncio.get_running_loop(), threading.Event(), Remembered._write
 
     def slow(*args: Any) -> None:
