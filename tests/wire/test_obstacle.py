@@ -144,7 +144,7 @@ async def test_keys_are_missing_wrong_or_not_asked_for(tmp_path: Path) -> None:
     server.start(lambda _peer, _payload: None)
     [endpoint] = server.endpoints
     stuck = "the daemon accepts connections but does not answer; it may be suspended or stuck"
-    assert await why(endpoint, ClientCurve(SERVER_PUBLIC, *KNOWN), in_vain=True) == stuck
+    assert await why(endpoint, ClientCurve(SERVER_PUBLIC, *KNOWN)) == stuck
     assert "CURVE keys (ClientCurve)" in await why(endpoint)
     unknown = "the daemon refuses this client's key (server.curve.client_keys_dir)"
     assert await why(endpoint, ClientCurve(SERVER_PUBLIC, *STRANGER)) == unknown
@@ -152,7 +152,7 @@ async def test_keys_are_missing_wrong_or_not_asked_for(tmp_path: Path) -> None:
     server.close()
     plain = ZmqServerTransport(ServerSection(endpoint="tcp://127.0.0.1:*"))
     plain.start(lambda _peer, _payload: None)
-    assert await why(plain.endpoints[0], in_vain=True) == stuck
+    assert await why(plain.endpoints[0]) == stuck
     assert "not use CURVE keys" in await why(plain.endpoints[0], ClientCurve(SERVER_PUBLIC, *KNOWN))
     plain.close()
 
