@@ -28,7 +28,7 @@ def fill(left):
             os.close(fd)
 
 async def connect():
-    async with Client(endpoint, connect_timeout=2.0) as client:
+    async with Client(endpoint, connect_timeout=30.0) as client:
         await client.ping()
 
 def once(left):
@@ -38,7 +38,7 @@ def once(left):
         loop.run_until_complete(connect())
         return
     fill(left)
-    with SyncClient(endpoint, connect_timeout=2.0) as client:
+    with SyncClient(endpoint, connect_timeout=30.0) as client:
         client.ping()
 
 for left in range(32):
