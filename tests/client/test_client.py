@@ -98,11 +98,11 @@ async def test_an_endpoint_that_is_none_names_what_would_be_one_and_the_value_on
 async def test_a_timeout_says_what_keeps_the_client_out(address: str) -> None:
     with pytest.raises(ConnectTimeout, match=r"no daemon answered within 0\.05 s: there is no such socket; is"):
         await Client(address, connect_timeout=0.05).connect()
-    with (
-        serving(address, ready=False),
-        pytest.raises(ConnectTimeout, match=r"not become ready .*no engine has offered"),
-    ):
-        await Client(address, connect_timeout=3).connect()
+    with serving(address, ready=False):
+        async with Client(address, connect_timeout=60.0, await_ready=False) as client:  # it has been answered
+            client._await_ready, client._connect_timeout = True, 0.05
+            with pytest.raises(ConnectTimeout, match=r"not become ready .*no engine has offered"):
+                await client.connect()
 
 
 # --- timeouts -------------------------------------------------------------------------------------
