@@ -15,15 +15,24 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from tests.client.test_session import Recorder, welcome
 from tests.support.waits import until
 from transferd import Client, Status, SwapOutTask, TaskResult
+from transferd.client import heartbeat
 from transferd.client.settling import SLICE
 from transferd.wire import protocol as wire
 
 FEW, MANY = 500, 4000
 CALLS = 400  # of functions, for a task: twice what was counted
 WITHDRAWN_CALLS = 30  # the same, until the cancels have gone out
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recorder answers no heartbeat, and thousands of tasks may take longer than a client waits for a daemon."""
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 3600.0)
 
 
 class Calls:
