@@ -343,6 +343,7 @@ async def test_a_replay_waits_for_its_reader_and_ends_with_one_that_reads_nothin
         await until(lambda: bool(sockets._behind))
         await until(lambda: sockets.refused()["unread_answers"] == 1)
     assert not sockets._replays
+    monkeypatch.setattr("transferd.daemon.kv_events.sockets.REPLAY_PATIENCE_S", 60.0)  # one that reads may be slow
     subscriber = follow(sockets)
     assert await asyncio.to_thread(subscriber.catch_up) == 500
 
