@@ -41,11 +41,11 @@ def from_me(handle: DeviceHandle) -> DeviceHandle:
 
 
 def write(task_id: str, keys: list[str], blocks: list[int]) -> WriteStorageTask:
-    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
+    return WriteStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks)
 
 
 def read(task_id: str, keys: list[str], blocks: list[int]) -> ReadStorageTask:
-    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks, timeout=5.0)
+    return ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=blocks)
 
 
 def code(result: TaskResult) -> str | None:
