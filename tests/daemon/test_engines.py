@@ -119,7 +119,7 @@ async def serving(endpoint: str, name: str, *, token: str = "", **more: Any) -> 
         await one.register(engine)
         for rank in range(engine.ranks):
             await one.offer(rank, memory.handle(rank))
-        await one.wait_ready(5)
+        await one.wait_ready(30)
         yield one, memory
 
 
@@ -152,8 +152,8 @@ async def test_an_engine_is_ready_when_all_its_ranks_have_offered_from_any_clien
         await other.offer(1, memory.handle(1))
         assert (await one.stats())["engines"]["e"]["missing"] == [0]
         await one.offer(0, memory.handle(0))
-        await one.wait_ready(5)
-        await other.wait_ready(5)
+        await one.wait_ready(30)
+        await other.wait_ready(30)
         [engine] = daemon.engines.all
         staging = [worker.context.staging.memory for worker in engine.workers]
         assert [(one.rank, one.lender) for one in staging] == [(0, (os.getpid(), 0)), (1, (os.getpid(), 1))]
@@ -377,7 +377,7 @@ async def test_a_hello_sent_before_the_answer_to_a_second_registration_does_not_
         await a.register(described())
         assert "a" in (await a.stats())["engines"]
         await a.offer(0, memory.handle(0))
-        await a.wait_ready(5)
+        await a.wait_ready(30)
         assert (await a.submit(write("w", ["k"], [0]))).status is Status.OK
 
 
@@ -431,7 +431,7 @@ async def test_a_client_that_waits_for_the_name_does_not_keep_the_engine_that_di
         await until(lambda: daemon.engines.get("e") is None, "the dead are given up")
         await again.register(described())
         await again.offer(0, memory.handle())
-        await again.wait_ready(5)
+        await again.wait_ready(30)
         assert (await again.submit(write("w", ["k"], [0]))).status is Status.OK
 
 
@@ -464,6 +464,7 @@ async def test_a_client_of_an_earlier_engine_is_refused_until_it_shows_the_new_t
     daemon: Daemon, endpoint: str
 ) -> None:
     heard: list[wire.ReplyBody] = []
+    daemon.server._liveness.timeout = 1000.0  # this client has no heartbeat
     transport = ZmqClientTransport(endpoint)
     transport.start(lambda payload: heard.append(wire.decode_reply(payload).body))
 
@@ -507,7 +508,7 @@ async def test_a_client_notices_that_its_engine_was_replaced_under_the_same_name
             await until(lambda: not other.connected, "it hears of it")
         async with serving(endpoint, "e") as (one, memory), client(endpoint, "e", one.token) as another:
             assert told == ["gone"]
-            await another.wait_ready(5)
+            await another.wait_ready(30)
             memory.paint(0, 9)
             assert (await another.submit(write("now", ["k"], [0]))).status is Status.OK
             assert code(await other.submit(write("old", ["k"], [0]))) == "not_this_engine", "the token ended"
@@ -519,7 +520,7 @@ async def test_after_a_restart_of_the_daemon_engines_come_again_by_themselves(en
         await first.enter_async_context(running(endpoint))
         one, memory = await stack.enter_async_context(serving(endpoint, "e", ranks=2))
         other = await stack.enter_async_context(client(endpoint, "e", one.token))
-        await other.wait_ready(5)
+        await other.wait_ready(30)
         await first.aclose()
         second = await stack.enter_async_context(running(endpoint))
         await until(lambda: one.boot_id == second.boot_id and one.connected and other.connected, "all is as before")
@@ -559,7 +560,7 @@ def test_a_blocking_client_registers_offers_and_leaves(tmp_path: Path) -> None:
         with SyncClient(daemon.endpoint, engine="e", await_ready=False, connect_timeout=30) as one:
             one.register(described())
             one.offer(0, mine.handle())
-            one.wait_ready(5)
+            one.wait_ready(30)
             mine.paint(0, 3)
             assert one.submit(write("w", ["k"], [0])).status is Status.OK
             assert one.explain("w")["engine"] == "e"
@@ -589,7 +590,7 @@ async def test_engines_with_pages_of_their_own_share_them_wherever_they_lie(daem
             one = await stack.enter_async_context(client(endpoint, name))
             await one.register(Engine(ranks=1, model="m", layout=layout))
             await one.offer(0, shm_pages(memory.name, segments=segments))
-            await one.wait_ready(5)
+            await one.wait_ready(30)
             view = np.ctypeslib.as_array((ctypes.c_uint8 * memory.nbytes).from_address(memory.address))
             views.append(layout.views(view, segments))
             clients.append(one)
@@ -651,7 +652,7 @@ async def test_what_is_given_up_while_it_is_built_leaves_nothing_behind(
         async with Memory() as memory:  # and the name is free
             await other.register(described())
             await other.offer(0, memory.handle())
-            await other.wait_ready(5)
+            await other.wait_ready(30)
             assert (await other.submit(write("w", ["k"], [0]))).status is Status.OK
 
 
@@ -674,7 +675,7 @@ async def test_an_engine_that_opens_in_vain_leaves_whatever_the_error_is(
         async with Memory() as memory:  # and the name is free
             await other.register(described())
             await other.offer(0, memory.handle())
-            await other.wait_ready(5)
+            await other.wait_ready(30)
 
 
 async def test_a_stop_waits_for_what_was_given_up_while_it_is_built(
