@@ -12,6 +12,7 @@ import pytest
 from tests.storage.conftest import open_storage  # noqa: F401 - a fixture
 from tests.storage.harness import Harness, Open, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.waits import until
 from transferd.blocks.formats import ObjectPart
 from transferd.config import LevelSection, from_tree
 from transferd.daemon import prefetches as module
@@ -76,11 +77,7 @@ def kept(store: Harness) -> int:
 
 
 async def waits(storage: GatedStorage) -> None:
-    for _ in range(10_000):
-        if storage.waiting:
-            return
-        await asyncio.sleep(0)
-    pytest.fail("the call does not come")
+    await until(lambda: storage.waiting, "the call comes", look=0)
 
 
 async def test_a_block_counts_if_every_rank_has_every_part_of_it(open_storage: Open) -> None:  # noqa: F811
