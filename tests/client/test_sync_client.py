@@ -18,6 +18,7 @@ import pytest
 from tests.client.test_dropped import SLOW
 from tests.support.freezing import freeze, thaw
 from tests.support.wire_daemon import serving
+from transferd.client import heartbeat
 from transferd.client.client import Client
 from transferd.client.sync_client import MOST_BEGINNING, SyncClient
 from transferd.errors import Closed, ConfigError, ConnectTimeout, NoThreads, RequestError, TransferError
@@ -239,7 +240,10 @@ def test_questions_have_futures_that_run_beside_each_other(endpoint: str) -> Non
         assert leading.result(SECONDS) == 1
 
 
-def test_a_question_to_a_mute_daemon_ends_at_its_own_time_and_others_wait(tmp_path: Path) -> None:
+def test_a_question_to_a_mute_daemon_ends_at_its_own_time_and_others_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "SILENCE_S", 3600.0)  # else all of them end when the daemon counts as lost
     where = f"ipc://{tmp_path}/d.sock"
     with serving(where) as daemon, SyncClient(where) as client:
         freeze(daemon.pid)
