@@ -27,6 +27,7 @@ TREE: dict[str, Any] = {
     "cache": {"ranks": 1, "layers": 2, "kv_heads": 2, "head_dim": 8, "block_size": 16, "device_blocks": 16},
     "storage": {"backend": "file"},
 }
+PATIENT = {name: section for name, section in TREE.items() if name != "server"}  # for a stop in which nothing hangs
 IDS = [0, 1, 2, 3]
 KEYS = [f"key{i}" for i in IDS]
 
@@ -80,7 +81,7 @@ async def test_a_read_that_never_returns_ends_with_its_deadline_and_the_daemon_w
     [last] = [event for event in told if event["event"].startswith("stopped with hanging work; ")]
     assert any("transferd-file-in-" in what and "effect demo/" in what for what in last["hanging"]), last["hanging"]
     assert not [event for event in told if event["event"] == "stopped"]
-    with running(TREE, tmp_path, name="hanging") as successor:  # on the same socket and the same store
+    with running(PATIENT, tmp_path, name="hanging") as successor:  # on the same socket and the same store
         async with attached(successor.endpoint) as client:
             again = await client.submit(ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=IDS))
             assert again.status is Status.OK
@@ -117,7 +118,7 @@ async def test_a_scan_that_hangs_at_the_start_does_not_keep_a_stop(tmp_path: Pat
     finally:
         daemon.kill()
     assert any("open of the store" in str(event.get("hanging")) for event in events(daemon))
-    with running(TREE, tmp_path) as successor:
+    with running(PATIENT, tmp_path) as successor:
         assert successor.stop() == 0
 
 
@@ -141,7 +142,7 @@ async def test_without_threads_a_start_is_refused_in_one_line(tmp_path: Path, ro
 
 async def test_a_daemon_that_is_up_needs_no_more_threads(tmp_path: Path) -> None:
     """Whatever it is asked for then. It may start 92 threads, 48 of them probes, which is more than it needs."""
-    tree = TREE | {"cache": TREE["cache"] | {"host_blocks": 16}}
+    tree = PATIENT | {"cache": TREE["cache"] | {"host_blocks": 16}}
     refuse = native.under("pthread_create:92:-1:11")
     with running(tree, tmp_path, prefix=refuse) as daemon:
         async with attached(daemon.endpoint) as client:
