@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import zmq
 
-WAIT_MS = 20_000  # a bound on every wait, never waited out
+WAIT_MS = 60_000  # a bound on every wait, never waited out
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
