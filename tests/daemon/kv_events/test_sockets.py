@@ -449,7 +449,7 @@ async def test_two_hundred_followed_nodes_share_one_context_and_late_followers_k
         nodes.start()
         await until(lambda: all(peer.snapshots for peer in nodes.statistics().values()), within=WAIT_MS / 1000)
         await until(lambda: all(index.blocks_of(f"node-{i}") == 800 for i in range(200)), within=WAIT_MS / 1000)
-        assert len(zmq_threads() - threads) == 2  # for the sockets, and to free them; a new one is without a name at first
+        assert len(zmq_threads() - threads) == 2  # for the sockets, and to free them; names come late
         opened = set(os.listdir("/proc/self/fd")) - descriptors - accepted_at(sockets.endpoint, sockets.replay_endpoint)
         assert 200 * 4 < len(opened) <= OWN_DESCRIPTORS + DESCRIPTORS_EACH * 200, "what it asks for before it starts"
         held["STORAGE"].remove(5)
