@@ -12,6 +12,19 @@ from tests.storage.harness import BACKENDS, MEMORY_BYTES, Backend, Harness, Memo
 from tests.support.simulation.storage import SimStorage
 from transferd.storage import file_io
 from transferd.storage.base import Storage
+from transferd.storage.levels import level, look_ups
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def patient_levels() -> Iterator[None]:
+    """No level is too slow because the machine stood still. A test of a slow level sets these times itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(level, "FLOOR_S", PATIENT_S)
+        patch.setattr(level, "UNKNOWN_S", PATIENT_S)
+        patch.setattr(look_ups, "LOOK_UP_S", PATIENT_S)
+        yield
 
 
 @pytest.fixture

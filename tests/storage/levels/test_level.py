@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.storage.harness import memory_config
 from tests.support.gated_storage import gated
 from transferd.config import LevelSection
@@ -12,6 +14,11 @@ from transferd.storage.levels.base import Hint
 from transferd.storage.levels.level import Names, Patience, StoreLevel
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.mooncake import MooncakeStorage
+
+
+@pytest.fixture(autouse=True)
+def patient_levels() -> None:
+    """Here the time is the test's, and the bounds are the product's."""
 
 
 class Time:
