@@ -178,8 +178,12 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
     assert keeper.statistics()["pinned"] == 0
 
 
-async def test_a_pin_right_after_the_write_survives_a_kill(open_storage: Open, tmp_path: Path) -> None:
+async def test_a_pin_right_after_the_write_survives_a_kill(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The copy to the file level has not even begun. A copy of the directory is what kill -9 leaves at that moment."""
+    monkeypatch.setattr("transferd.storage.levels.proving.HANGS_S", 60.0)  # the test holds the copy up
+    monkeypatch.setattr("transferd.storage.levels.keeping.COPIES_S", 60.0)
 
     async def pinned_after_a_kill(moment: str) -> int:
         shutil.copytree(tmp_path / "blocks", tmp_path / moment)

@@ -97,7 +97,10 @@ async def test_a_look_up_does_not_wait_for_a_level_that_hangs(
     assert await store.storage.exists([name(0), name(3), name(9)]) == [True, True, False]
 
 
-async def test_a_remote_level_is_not_asked_again_at_once_for_what_it_does_not_have(open_storage: Open) -> None:
+async def test_a_remote_level_is_not_asked_again_at_once_for_what_it_does_not_have(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(level, "ABSENT_S", 3600.0)
     store, each = await three(open_storage, asks=True)
     before = each[2].asked
     for _ in range(5):

@@ -57,8 +57,11 @@ async def test_where_names_each_level_and_waits_for_none(
     assert levels.having(NAMES[1]) == 0b011
 
 
-async def test_a_read_believes_no_not_there_of_a_moment_ago(open_storage: Open) -> None:
+async def test_a_read_believes_no_not_there_of_a_moment_ago(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another node has stored it since: decode's scheduler looks, then prefill hands over, then decode reads."""
+    monkeypatch.setattr("transferd.storage.levels.level.ABSENT_S", 3600.0)
     bucket = MemoryStorage(memory_config(100 * NBYTES))
     store = await open_storage(stack(MemoryStorage(memory_config(100 * NBYTES)), gated(bucket, "object", asks=True)))
     assert await store.storage.exists(NAMES[:1]) == [False]
