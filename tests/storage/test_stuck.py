@@ -28,11 +28,12 @@ MET = {"file, open", "file, rename", "file, pread", "file, stat", "directory, op
 MET_BY = {"native": {"file, pwrite"}, "Python": {"file, unlink", "directory, unlink"}}
 
 
+@pytest.mark.timeout(960)
 @pytest.mark.parametrize("way", ["native", "Python"])
 def test_whatever_one_member_refuses_all_others_go_on(tmp_path: Path, way: str) -> None:
     """member_faults.py runs the cells: member × operation × errno × what the store does. `make faults` runs more."""
     program = "from tests.storage.member_faults import main; main()"
-    report = json.loads(native.run(program, str(tmp_path), way, "2", timeout=300).splitlines()[-1])
+    report = json.loads(native.run(program, str(tmp_path), way, "2", timeout=900).splitlines()[-1])
     assert report["broken"] == []
     assert {cell for cell, hits in report["hits"].items() if hits} == MET | MET_BY[way]
     assert report["cells"] > 100
