@@ -267,6 +267,7 @@ def keys_reported_as_stored(lines: bytes) -> set[str]:
     return {line.split()[0] for line in lines.decode().splitlines() if line.endswith(" stored")}
 
 
+@pytest.mark.timeout(900)  # 20 processes are started
 async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_storage: Open, tmp_path: Path) -> None:
     """20 times: kill, start again, load everything. What was reported stored is there: only the process died.
 
@@ -280,7 +281,7 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
         writer = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
         assert writer.stdout is not None
         stored: set[str] = set()
-        async with timeout(30):
+        async with timeout(60):
             while len(stored) < 4 + attempt:
                 stored |= keys_reported_as_stored(await writer.stdout.readline())
         writer.send_signal(signal.SIGKILL)
