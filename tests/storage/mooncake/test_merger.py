@@ -41,6 +41,12 @@ def library() -> Library:
     return Library()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is passed by the next one because this process stood still; a test of that sets its own."""
+    monkeypatch.setattr(merger_module, "PATIENCE_S", 3600.0)
+
+
 async def submit(merger: Merger[int], *batches: KeyBatch) -> list[asyncio.Task[list[int]]]:
     tasks = [asyncio.ensure_future(merger.run(each)) for each in batches]
     await turns()

@@ -75,13 +75,13 @@ def reason(outcome: Outcome) -> str:
     return outcome.error.reason
 
 
-def be_impatient(harness: Harness) -> None:
-    """From now on a call may take 0.05 s: what came before it was not meant to be a matter of time."""
+def be_impatient(harness: Harness, timeout: float = 0.05) -> None:
+    """Calls that begin from now on may take so long: what came before was not meant to be a matter of time."""
     storage = harness.storage
     assert isinstance(storage, MooncakeStorage)
-    storage._section = msgspec.structs.replace(storage._section, timeout=0.05)
+    storage._section = msgspec.structs.replace(storage._section, timeout=timeout)
     assert storage._calls is not None
-    storage._calls._wait = 0.05
+    storage._calls._wait = timeout
 
 
 async def until(storage: MooncakeStorage, state: str) -> None:
@@ -382,6 +382,9 @@ async def test_a_load_that_hangs_opens_no_breaker_while_the_master_answers(start
     held = Held(pool, "get")
     pool.objects["a"] = b"x"
     hanging = asyncio.ensure_future(harness.get(("a", 1)))
+    while not harness.storage.statistics()["calls_under_way"]:  # noqa: ASYNC110 - a few turns of the loop
+        await asyncio.sleep(0)
+    be_impatient(harness, timeout=60.0)  # what asks the master may take as long as this machine needs
     async with timeout(20):
         while ("exists", ["transferd/probe"]) not in pool.calls:  # noqa: ASYNC110 - the pool tells nobody
             await asyncio.sleep(0.01)
@@ -467,7 +470,7 @@ async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_m
     harness = await start(timeout=60.0, probe_interval=30.0)
     held, hanging = await all_threads_hang(harness, pool)
     waiting = asyncio.ensure_future(harness.get(("late", 1)))
-    for _ in range(5):
+    while not harness.storage._stuck:  # noqa: ASYNC110 - until it waits for a thread, and for no call before it
         await asyncio.sleep(0)
     harness.storage._breaker.failed("gone meanwhile")
     held.release.set()
