@@ -155,7 +155,14 @@ async def test_no_room_and_refusals_are_said(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_a_drain_ends_with_its_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(monkeypatch, {f"k{number}": [1] for number in range(100)})
-    monkeypatch.setattr(pool, "copied", lambda tasks: [None] * len(tasks))
+    now = [0.0]
+
+    def copied(tasks: Sequence[CopyTask]) -> list[bool | None]:
+        now[0] += 0.01
+        return [None] * len(tasks)
+
+    monkeypatch.setattr(pool, "copied", copied)
+    monkeypatch.setattr(pool.copies, "_now", lambda: now[0])  # the drain's time passes with its looks alone
     monkeypatch.setattr(module, "BEGUN", 10_000)
     monkeypatch.setattr(module, "END_S", 0.01)
     made = await pool.copies.drain(within_s=0.05)
