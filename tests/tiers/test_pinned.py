@@ -67,6 +67,7 @@ def test_the_kernel_locks_every_page() -> None:
 
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] != resource.RLIM_INFINITY and os.geteuid() != 0:
         pytest.skip("this user may not lock so much memory")
+    gc.collect()  # or the garbage of an earlier test may be unlocked meanwhile
     before, nbytes = locked(), 32 * 1024**2
     region = HostRegion(nbytes)
     try:

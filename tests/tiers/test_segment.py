@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.descriptors import open_memory_and_files
 from transferd.errors import RequestError, TierError
 from transferd.tiers import populate
 from transferd.tiers import segment as module
@@ -41,7 +42,13 @@ sys.stdin.read()
 
 
 def name(suffix: str) -> str:
-    return f"{PREFIX}test.{os.getpid()}.{suffix}"
+    return f"{module.PREFIX}test.{os.getpid()}.{suffix}"
+
+
+@pytest.fixture
+def other_janitors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See nothing of this test's: every daemon that another test starts removes what the dead have left."""
+    monkeypatch.setattr(module, "PREFIX", f"of-{PREFIX}")
 
 
 def owner(segment: str) -> subprocess.Popen[str]:
@@ -77,6 +84,7 @@ def test_processes_share_a_segments_bytes() -> None:
     assert array[1, 0] == 77, "a mapping outlives the name"
 
 
+@pytest.mark.usefixtures("other_janitors")
 def test_segments_of_the_dead_are_removed_and_those_of_the_living_are_not() -> None:
     living, dead = owner(name("living")), owner(name("dead"))
     try:
@@ -229,6 +237,7 @@ def janitors(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     return removed
 
 
+@pytest.mark.usefixtures("other_janitors")
 def test_a_janitor_that_comes_between_creation_and_lock_costs_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
     removed = janitors(monkeypatch, 3)
     segment = SharedSegment(name("swept"), 4096, create=True)
@@ -243,6 +252,7 @@ def test_a_janitor_that_comes_between_creation_and_lock_costs_another_try(monkey
     segment.close()
 
 
+@pytest.mark.usefixtures("other_janitors")
 def test_janitors_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     janitors(monkeypatch, 10_000)
     with pytest.raises(TierError, match="was removed while it was being created"):
@@ -250,6 +260,7 @@ def test_janitors_without_end_are_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert not (DIRECTORY / name("swept")).exists()
 
 
+@pytest.mark.usefixtures("other_janitors")
 def test_a_janitor_leaves_a_successor_under_the_same_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has opened a dead segment; before it has the lock, another takes the name."""
     dead = owner(name("again"))
@@ -290,10 +301,9 @@ def test_others_files_are_not_ours_to_remove(tmp_path: Path) -> None:
 def test_a_mapping_takes_no_descriptor(nbytes: int) -> None:
     fd = os.memfd_create("mapped")
     os.ftruncate(fd, nbytes)
-    before = len(os.listdir("/proc/self/fd"))
     mapping = SharedMapping(fd, nbytes)
     mapping.view[:3] = b"abc"
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_memory_and_files()["/memfd:mapped (deleted)"] == 1, "the one that the test has opened"
     assert os.pread(fd, 3, 0) == b"abc"
     mapping.close()
     os.close(fd)
