@@ -224,14 +224,18 @@ async def test_a_copy_that_is_all_under_way_runs_to_its_end_when_nobody_waits_fo
 
 
 async def test_an_idle_tier_calls_nothing_and_its_threads_sleep(threads: ThreadPools) -> None:
-    gpu = FakeGpu()
+    gpu, before = FakeGpu(), set(threading.enumerate())  # of earlier tests, some of which leave a device open
+
+    def names() -> set[str]:
+        return {thread.name for thread in threading.enumerate() if thread not in before}
+
     async with rig(gpu, threads) as made:
         await made.there_and_back()
         calls = len(gpu.calls)
         await asyncio.sleep(0.05)
         assert len(gpu.calls) == calls
-        assert {"transferd-cuda-out", "transferd-cuda-in"} <= {thread.name for thread in threading.enumerate()}
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transferd-cuda")]
+        assert {"transferd-cuda-out", "transferd-cuda-in"} <= names()
+    assert not [name for name in names() if name.startswith("transferd-cuda")]
 
 
 # --- which way ------------------------------------------------------------------------------------------
