@@ -100,8 +100,11 @@ async def test_slots_come_back_when_the_call_ends_even_if_nobody_waits_for_it(ri
 async def test_the_time_that_storage_took_is_that_of_the_wait_and_of_calls_that_ended_at_once(share: Share) -> None:
     began = share.context.clock.monotonic()
     answer: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(0.01, answer.set_result, [STORED])
-    assert await share.answered(answer)
+    waiting = asyncio.ensure_future(share.answered(answer))
+    await asyncio.sleep(0)  # it waits now
+    await asyncio.sleep(0.01)
+    answer.set_result([STORED])
+    assert await waiting
     waited = share.outcome().storage_s
     assert 0.005 < waited <= share.context.clock.monotonic() - began
     assert await share.answered(answer), "there is nothing to wait for"
