@@ -26,7 +26,7 @@ from transferd.runtime.compat import timeout
 from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import sdk as serial_executor
 from transferd.storage.attention_store.own_blocks import OwnBlocks
-from transferd.storage.attention_store.sdk import PACKAGE, load_library
+from transferd.storage.attention_store.sdk import PACKAGE, SdkTokenStorage, load_library
 from transferd.storage.registry import create_token_storage
 from transferd.tasks import Stop, TokenIds
 
@@ -159,6 +159,8 @@ async def test_a_failed_update_of_the_index_after_a_read_fails_no_task(tmp_path:
         assert world.double is not None
         await world.write(PATH[:BLOCK], 0, [0])
         await until(lambda: len(calls(world, "flush_token_index")) == 1)
+        assert isinstance(world.storage, SdkTokenStorage)
+        await world.storage._background.settled()  # so that only the update after the read fails
 
         def fail(name: str) -> None:
             if name == "flush_token_index":
