@@ -143,23 +143,24 @@ async def test_an_attempt_that_was_given_up_can_be_made_again_at_once(nodes: tup
 
 async def test_a_sender_that_comes_up_later_is_found_though_an_earlier_connect_failed(nodes: tuple[Node, Node]) -> None:
     _, receiver = nodes
-    with socket.socket() as reserved:
+    with socket.socket() as reserved:  # bound to the end, without listening: nobody else gets the port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{reserved.getsockname()[1]}"
-    early = receiver.transport.inbound("t", 0, NAMES, address)
-    connecting = asyncio.ensure_future(early.begun())
-    await asyncio.sleep(0)
-    early.end(WHY)
-    with pytest.raises(PeerLost):
-        await connecting
-    fabric = Fabric()
-    late = PeerTransport(fabric.carrier("late"), address, ranks=1)
-    await late.open()
-    late.outbound("t", 0, NAMES)
-    again = receiver.transport.inbound("t", 0, NAMES, address)
-    await again.begun()
-    again.end(WHY)
-    await late.close()
+        early = receiver.transport.inbound("t", 0, NAMES, address)
+        connecting = asyncio.ensure_future(early.begun())
+        await asyncio.sleep(0)
+        early.end(WHY)
+        with pytest.raises(PeerLost):
+            await connecting
+        fabric = Fabric()
+        late = PeerTransport(fabric.carrier("late"), address, ranks=1)
+        await late.open()
+        late.outbound("t", 0, NAMES)
+        again = receiver.transport.inbound("t", 0, NAMES, address)
+        await again.begun()
+        again.end(WHY)
+        await late.close()
 
 
 async def test_a_transfer_is_sent_once_at_a_time_and_to_one_receiver(nodes: tuple[Node, Node]) -> None:
