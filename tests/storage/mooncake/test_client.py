@@ -130,7 +130,7 @@ import os, sys
 from transferd.config import from_tree
 from transferd.storage.mooncake.client import PoolClient
 def join(**more):
-    settings = {"master_server_addr": sys.argv[1], "local_hostname": "127.0.0.1", "timeout": 1.5}
+    settings = {"master_server_addr": sys.argv[1], "local_hostname": "127.0.0.1", "timeout": 5.0}
     settings |= {"global_segment_size": 0, "local_buffer_size": 0}
     section = from_tree({"storage": {"mooncake": settings | more}}).storage.mooncake
     return PoolClient(section)
