@@ -88,6 +88,13 @@ def task_of(span: Any) -> str | None:
     return attributes(span).get("transferd.task_id")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close waits for the spans that a test reads, and their request for its answer, however busy the machine is."""
+    monkeypatch.setattr(traces, "CLOSE_S", 60.0)
+    monkeypatch.setattr(traces, "EXPORT_TIMEOUT_S", 60.0)
+
+
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 
@@ -193,14 +194,15 @@ async def test_a_cancelled_caller_is_cancelled_when_the_function_has_ended(kind:
 
 
 async def test_a_close_withdraws_what_waits_and_names_what_does_not_end(kind: Kind) -> None:
-    pools, ran = kind.make(), list[str]()
+    pools, ran, began = kind.make(), list[str](), time.monotonic()
     running = await kind.begun(pools, OUT, ran)
     waiting = pools.run(OUT, lambda: ran.append("waited"))
     still = pools.close(within=0.0)
     if kind.name == "real":  # a simulation has no threads that a stop could leave behind
         [told] = still
-        assert told.startswith("transferd-out-0: Kind.begun.<locals>.held, 0.")
-        assert re.search(r" at \w+\.py:\d+ \w+$", told)
+        named = re.fullmatch(r"transferd-out-0: Kind\.begun\.<locals>\.held, (\d+\.\d) s at \w+\.py:\d+ \w+", told)
+        assert named is not None, told
+        assert float(named[1]) <= time.monotonic() - began + 0.05, "rounded to a tenth"
     with pytest.raises(Closed):
         await waiting
     with pytest.raises(Closed):

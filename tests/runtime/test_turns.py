@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
 
+from tests.support.waits import wait_until
 from transferd.runtime.threads import Crew, SharedItems, whose
 
 T = TypeVar("T")
@@ -50,13 +52,19 @@ async def test_waiting_functions_are_refused_at_a_close() -> None:
 
     def hold() -> None:
         begun.set()
-        gate.wait(20)
+        assert gate.wait(60)
 
     held = crew.run(hold)
     assert await asyncio.to_thread(begun.wait, 20), "else it is refused as well"
     waiting = [owned(name, lambda: crew.run(lambda: None)) for name in ("a", "b", "a")]
-    threading.Timer(0.05, gate.set).start()
-    assert crew.close(5.0) == []
+
+    def release() -> None:
+        with contextlib.suppress(AssertionError):  # they were not refused, which is told below
+            wait_until(lambda: all(one.done() for one in waiting))
+        gate.set()
+
+    threading.Thread(target=release).start()
+    assert crew.close(60) == []
     assert all("closed before its turn" in str(one.exception()) for one in waiting)
     await held
 
