@@ -20,9 +20,10 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.support import forks, looking, rewritten
+from tests.support import apart, forks, looking, rewritten
 from transferd.runtime.compat import count_cancellations
 
+apart.own_ports()
 forks.install()
 looking.costs_nothing()
 

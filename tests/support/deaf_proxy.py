@@ -33,7 +33,10 @@ class DeafProxy:
         self._threads[0].start()
 
     def close(self) -> None:
-        for one in self._open:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()  # it may just have accepted one more
+        for one in self._open[1:]:
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:

@@ -7,6 +7,7 @@ tests, nothing is left behind. Cables go with their namespace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.apart import own_number
 from tests.support.impairment import Cable, End, cable
 
 TIMEOUT_S = 20.0
@@ -80,7 +82,7 @@ def _connected(number: int, pid: int, seed: int | None) -> Iterator[Namespace]:
 
     Its name and addresses are of this process and not used twice: the kernel takes its time to remove a namespace.
     """
-    here, there = (f"10.{214 + number // 60 % 40}.{os.getpid() % 250}.{4 * (number % 60) + host}" for host in (1, 2))
+    here, there = (f"10.{214 + number // 60 % 40}.{_subnet()}.{4 * (number % 60) + host}" for host in (1, 2))
     name = f"tfd{os.getpid() % 100000}n{number}"
     inside = ("nsenter", f"--net=/proc/{pid}/ns/net")
     with contextlib.ExitStack() as stack:
@@ -95,6 +97,13 @@ def _connected(number: int, pid: int, seed: int | None) -> Iterator[Namespace]:
         _run(*inside, "ip", "link", "set", "cable", "up")
         _run(*inside, "ip", "link", "set", "lo", "up")
         yield Namespace(there, inside, name, line)
+
+
+@functools.cache
+def _subnet() -> int:
+    """The third part of this process's addresses: two processes with one would reach each other's nodes."""
+    own = own_number("subnet", 250)
+    return os.getpid() % 250 if own is None else own
 
 
 def _run(*command: str) -> None:

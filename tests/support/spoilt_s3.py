@@ -40,6 +40,11 @@ def refusal(status: int, code: str, message: str = "because") -> Answer:
     return Answer(status, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode())
 
 
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a connection that finds no place in it is tried again after 1 s, 3 s, …
+
+
 class SpoiltS3:
     """See the module. objects: by key. asked: how many requests of each method came."""
 
@@ -48,6 +53,7 @@ class SpoiltS3:
         self.asked: Counter[str] = Counter()
         self.spoil: Callable[[Request, Answer], Answer | None] = lambda _, answer: answer
         self.requests: list[Request] = []
+        self._lock = threading.Lock()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -65,8 +71,7 @@ class SpoiltS3:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Listener(("127.0.0.1", 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
 
     @property
@@ -74,7 +79,8 @@ class SpoiltS3:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def _answer(self, handler: BaseHTTPRequestHandler, request: Request) -> None:
-        self.asked[request.method] += 1
+        with self._lock:
+            self.asked[request.method] += 1
         self.requests.append(replace(request, body=b""))
         answer = self.spoil(request, self._right(request))
         if answer is None:
