@@ -361,12 +361,12 @@ def test_the_level_takes_effect_at_once_and_libraries_are_counted_by_place(insta
     log.warning("left")
     logs.set_level("debug")
     log.debug("told")
-    for number in range(50):
+    for number in range(500):
         logging.getLogger("lib").warning(f"a flood in so many words: {number}")
     assert logs.flush(WAIT_S)
     assert json.loads(page.lines[0])["event"] == "told"
-    assert len(page.lines) < 30
-    assert logs.statistics() == {"log_dropped": 0, "log_left_out": 51 - len(page.lines)}
+    assert len(page.lines) < 300, "a burst, and what its time allows, which is long on a busy machine"
+    assert logs.statistics() == {"log_dropped": 0, "log_left_out": 501 - len(page.lines)}
 
 
 async def test_no_log_call_waits_for_a_reader_that_sleeps(installed: Log, page: Page) -> None:

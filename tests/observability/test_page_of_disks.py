@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_concerns import attached
+from tests.integration.test_concerns import attached, named
 from tests.machine.faults.resources import in_own_mounts
 from tests.support.browser import Browser, executable
 from transferd import WriteStorageTask
@@ -40,7 +40,7 @@ def test_each_disk_has_a_line_with_its_room_or_its_trouble(tmp_path: Path) -> No
     with running(tree, tmp_path, prefix=mounts) as daemon, attached(daemon) as client:
         keys = [f"k{i}" for i in range(8)]
         client.submit(WriteStorageTask(task_id="w", keys=keys, gpu_block_ids=list(range(8))))
-        assert client.stats()["concerns"] == [], "each disk has room for its own capacity"
+        assert named(client) == {}, "each disk has room for its own capacity"
         with Browser(tmp_path / "profile") as browser:
             browser.open(f"http://127.0.0.1:{port}/")
             browser.until(f"({ROWS}).length === 2")

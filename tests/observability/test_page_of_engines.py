@@ -101,7 +101,7 @@ async def test_all_engines_and_one_of_them(world: World, browser: Browser) -> No
     wrote = len(names) * (len(names) + 1) // 2
     client = world.clients[last]
     await client.pause()
-    late = await client.submit(WriteStorageTask(task_id="too late", keys=["never"], gpu_block_ids=[1], timeout=0.2))
+    late = await client.submit(WriteStorageTask(task_id="too late", keys=["never"], gpu_block_ids=[1], timeout=5.0))
     await client.resume()
     assert late.status is Status.EXPIRED
     failed = {name: one["errors"] for name, one in (await client.stats())["engines"].items()}
