@@ -28,9 +28,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpoiltS3]:
         yield server
 
 
-def tree(bucket: SpoiltS3, *above: str, **level: Any) -> dict[str, Any]:
+def tree(bucket: SpoiltS3, *above: str, timeout: float = 20.0, **level: Any) -> dict[str, Any]:
+    """timeout: of the bucket. A busy machine may stand still in any answer of ours."""
     kinds: dict[str, Any] = {"levels": [*above, "object"]} if above else {"backend": "object"}
-    section = {"url": "s3://blocks/kv", "endpoint": bucket.endpoint, "region": "us-east-1", "timeout": 2.0}
+    section = {"url": "s3://blocks/kv", "endpoint": bucket.endpoint, "region": "us-east-1", "timeout": timeout}
     return {
         "cache": CACHE | {"device_blocks": 2 * BLOCKS},
         "storage": kinds
@@ -185,7 +186,8 @@ REFUSALS = {
 @pytest.mark.parametrize("why", REFUSALS)
 def test_a_bucket_that_refuses_for_a_while_loses_no_copy(bucket: SpoiltS3, tmp_path: Path, why: str) -> None:
     """Three refusals in a row were final: 64 of 64 copies lost in the 8 s in which credentials had expired."""
-    with running(tree(bucket, "memory"), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+    config = tree(bucket, "memory", timeout=2.0)  # for so long a call that fails is repeated
+    with running(config, tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         kept = filled(client)
         bucket.spoil = lambda request, right: right if request.key.endswith("transferd-probe") else REFUSALS[why]
         assert write(client).status is Status.OK
