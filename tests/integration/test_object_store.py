@@ -34,8 +34,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
         yield server
 
 
-def tree(server: S3Server, model: str = "m") -> dict[str, Any]:
-    bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.5}
+def tree(server: S3Server, model: str = "m", timeout: float = 20.0) -> dict[str, Any]:
+    """timeout: of the bucket. A server on a busy machine may stand still for seconds, as its disk may."""
+    bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": timeout}
     cache = {"ranks": RANKS, "layers": 2, "kv_heads": 1, "head_dim": 64, "block_size": 64}
     return {
         "cache": cache | {"device_blocks": 2 * BLOCKS, "host_blocks": 0},
@@ -113,7 +114,7 @@ def test_a_damaged_object_is_a_miss_and_is_stored_again(server: S3Server, tmp_pa
 
 
 def test_tasks_end_while_the_server_is_gone_and_work_when_it_is_back(server: S3Server, tmp_path: Path) -> None:
-    with running(tree(server), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
+    with running(tree(server, timeout=5.0), tmp_path) as daemon, SyncClient(daemon.endpoint) as client:
         caches = filled(client)
         assert write(client).status is Status.OK
         server.kill()
@@ -165,7 +166,7 @@ def test_a_slow_network_that_loses_packets_costs_time_and_no_byte(
         server = S3Server(tmp_path / "s3", node.address, node.prefix)
         server.start()
         try:
-            with running(tree(server), tmp_path / "a") as daemon, SyncClient(daemon.endpoint) as client:
+            with running(tree(server, timeout=5.0), tmp_path / "a") as daemon, SyncClient(daemon.endpoint) as client:
                 caches = filled(client)
                 assert write(client).status is Status.OK
                 kept = [{plane: [layer.copy() for layer in layers] for plane, layers in c.items()} for c in caches]
