@@ -1,9 +1,10 @@
 """A half of an engine, in a process of its own, as the vLLM adapter makes one; without vLLM.
 
-    python -m tests.machine.hostile.half ENDPOINT NAME RANK|- RANKS TOKEN|- [MODEL]
+    python -m tests.machine.hostile.half ENDPOINT NAME RANK|- RANKS TOKEN|- MODEL STAYS
 
 With a rank it is that rank's worker: it has memory, which it offers (rank 0 registers the engine). Without, it is the
-scheduler's half: it pushes tasks. It reads one JSON command a line and prints one answer a line.
+scheduler's half: it pushes tasks. STAYS: 1 if it keeps its name however long another engine has it, else 0. It reads
+one JSON command a line and prints one answer a line.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from transferd.adapters.common import link
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import Link
@@ -40,9 +42,17 @@ class Half:
     """In the test's process. Owns the half's."""
 
     def __init__(
-        self, endpoint: str, name: str, rank: int | None, *, token: str = "", ranks: int = 1, model: str = "m"
+        self,
+        endpoint: str,
+        name: str,
+        rank: int | None,
+        *,
+        token: str = "",
+        ranks: int = 1,
+        model: str = "m",
+        stays: bool = False,
     ) -> None:
-        given = [endpoint, name, "-" if rank is None else str(rank), str(ranks), token or "-", model]
+        given = [endpoint, name, "-" if rank is None else str(rank), str(ranks), token or "-", model, str(int(stays))]
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.machine.hostile.half", *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -81,7 +91,9 @@ class Half:
 class _Serving:
     """In the half's process. Every public method is a command."""
 
-    def __init__(self, endpoint: str, name: str, rank: str, ranks: str, token: str, model: str) -> None:
+    def __init__(self, endpoint: str, name: str, rank: str, ranks: str, token: str, model: str, stays: str) -> None:
+        if stays == "1":
+            link.PATIENT_LOOKS = sys.maxsize
         self._lines: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: self._lines.append(record.getMessage())  # type: ignore[method-assign]

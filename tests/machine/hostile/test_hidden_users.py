@@ -20,6 +20,7 @@ import pytest
 from tests.daemon.test_engines import running
 from tests.integration.as_user import ITS_OWN
 from tests.integration.test_access import as_user
+from tests.support.waits import wait_until
 from transferd import Client
 from transferd.client import launch
 from transferd.errors import ConfigError, TransferError
@@ -97,6 +98,8 @@ def test_an_engine_of_a_mapped_user_is_safe_from_every_other_mapped_or_hidden(
 def test_the_daemon_says_at_start_and_in_its_report_whom_it_cannot_tell_apart(
     half_blind: launch.DaemonProcess,
 ) -> None:
+    told = '"event": "cannot tell all users apart"'
+    wait_until(lambda: told in half_blind.log.rpartition("\n")[0], "it is logged")
     lines = [json.loads(line) for line in half_blind.log.splitlines() if line.startswith("{")]
     (said,) = [line for line in lines if line["event"] == "cannot tell all users apart"]
     assert "all appear as uid 65534" in said["problem"]

@@ -192,7 +192,7 @@ async def test_what_a_client_turns_away_itself_is_seen_at_the_daemon(tmp_path: P
             assert report["engines"]["default"]["unattached_s"] >= 0
             (said,) = [text for text in concerns(typed(report)) if "not_attached" in text]
             assert "rank 0" in said
-            assert "client turned tasks away" in daemon.log
+            await until(lambda: "client turned tasks away" in daemon.log, "it is logged")
             assert daemon.log.count("client turned tasks away") < 5
             await engine.reattach()
             assert (await engine.submit(write("good", ["k"], [0]))).status is Status.OK
