@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from tests.machine.rack.lab import CACHE
+from tests.support.looking import new_stats
 from transferd import Client, ReadStorageTask, Status, TaskResult, WriteStorageTask
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.launch import DaemonProcess
@@ -53,7 +55,8 @@ class Engine:
         return await self.client.match([key(content) for content in contents])
 
     async def storage(self) -> dict[str, Any]:
-        report: dict[str, Any] = (await self.client.stats())["storage"]
+        """What a report says of it that was made after this call."""
+        report: dict[str, Any] = (await new_stats(self.client))["storage"]
         return report
 
     async def until_stored(self, contents: Sequence[int]) -> None:
@@ -70,6 +73,11 @@ class Engine:
         result: TaskResult = await wait_for(await self.client.push(task), self.timeout + 30)
         self.took = time.monotonic() - begun
         return result
+
+
+def usual(took: Sequence[float]) -> float:
+    """The median. What a fault costs, each call pays; while the machine stands still, one of them or two are late."""
+    return statistics.median(took)
 
 
 def key(content: int) -> str:

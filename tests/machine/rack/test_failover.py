@@ -17,7 +17,7 @@ import pytest
 
 from tests.machine.rack.engine import engine
 from tests.machine.rack.lab import MASTER, Lab, LabMaster, laboratory
-from tests.machine.rack.test_leaving import CHAINS, command, share_that_matches
+from tests.machine.rack.test_leaving import CHAINS, PATIENCE_S, command, share_that_matches
 from tests.support.waits import stats_until, until
 from transferd import Status
 from transferd.cli.pool.master import master_command, master_executable
@@ -95,11 +95,11 @@ async def test_a_failover_under_load_costs_seconds_and_no_block_that_the_masters
             await writer.until_stored(chain)
         if levels:
             await stats_until(writer.client, lambda report: not pending(report))
-        assert await share_that_matches(reader, CHAINS[:3]) == 1.0
+        assert await share_that_matches(reader, CHAINS[:3], PATIENCE_S if levels else 0.0) == 1.0
         code, report = command(processes[0], "drain")
         assert (code, report["left"]) == (0, 0), "by the pages of the one that leads"
 
-        writer.timeout = 4.0
+        writer.timeout = 10.0 if levels else 4.0  # a write to memory takes none, unless the machine stands still
         first.stop()
         killed, statuses, content, worst = time.monotonic(), [], 5000, 0.0
         while True:  # load, until a hand-over through the pool works again
@@ -114,10 +114,10 @@ async def test_a_failover_under_load_costs_seconds_and_no_block_that_the_masters
             await asyncio.sleep(0.1)
         took = time.monotonic() - killed
         await until(lambda: len(second.segments()) == 3, "the nodes are known again", within=60)
-        share = await share_that_matches(other, CHAINS[:3])
+        share = await share_that_matches(other, CHAINS[:3], PATIENCE_S if levels else 0.0)
         print(f"{levels or 'alone'}, log {oplog}: works again after {took:.1f} s, the slowest write {worst:.1f} s,")
         print(f"  {statuses.count(Status.OK)} of {len(statuses)} writes ok, {share:.2f} of the blocks match")
-        assert worst < writer.timeout + 2
+        assert worst < writer.timeout + 6
         assert share == (1.0 if oplog else 0.0)
         if levels:
             assert set(statuses) == {Status.OK}

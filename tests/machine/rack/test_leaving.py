@@ -32,6 +32,10 @@ pytestmark = [
 CHAIN = 12
 OBJECTS = 2 * CHAIN  # of a chain, of both ranks
 CHAINS = [range(100 * n, 100 * n + CHAIN) for n in range(8)]
+# With levels above the pool, its answer that comes late is a miss: when some process has stood still for a second. What
+# is lost stays a miss.
+PATIENCE_S = 10.0
+SLOW = "15mbit"  # 1.8 MiB a second: what copies is seen at it, also by a test that stands still meanwhile
 POOL: dict[str, Any] = {"drain_at_stop": 60, "global_segment_size": "64MiB"}
 
 
@@ -48,14 +52,22 @@ def command(process: DaemonProcess, *words: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-async def share_that_matches(reader: Engine, chains: Sequence[range]) -> float:
-    """The share of blocks that are still found at the beginning of their chain. All of these are read and compared."""
+async def share_that_matches(reader: Engine, chains: Sequence[range], patience: float = 0.0) -> float:
+    """The share of blocks that are still found at the beginning of their chain. All of these are read and compared.
+
+    patience: for so many seconds a chain is looked for again. See PATIENCE_S.
+    """
     found = 0
     for chain in chains:
-        there = await reader.matches(chain)
-        if there:
-            result = await reader.read(chain[:there])
-            assert result.status is Status.OK, result
+        give_up = time.monotonic() + patience
+        while True:
+            there = await reader.matches(chain)
+            result = await reader.read(chain[:there]) if there else None
+            whole = there == len(chain) and result is not None and result.status is Status.OK
+            if whole or time.monotonic() >= give_up:
+                break
+            await asyncio.sleep(0.1)
+        assert result is None or result.status is Status.OK, result
         found += there
     return found / sum(map(len, chains))
 
@@ -88,8 +100,10 @@ async def test_a_drain_on_command_shows_its_end_and_the_bytes_survive_the_nodes_
         async with engine(leaver) as writer:
             for chain in CHAINS[:4]:
                 await writer.until_stored(chain)
+            lab.slow_down(1, SLOW)
             draining = asyncio.ensure_future(writer.client.drain_pool())
             await stats_until(writer.client, lambda report: report["storage"]["copying_bytes"] > 0)
+            lab.speed_up(1)
             made = await draining
             assert (made.left, made.why) == (0, "")
             assert made.objects >= OBJECTS * 4
@@ -117,9 +131,9 @@ async def test_a_node_that_dies_while_it_drains_loses_no_copy_that_was_made(tmp_
                 await writer.until_stored(chain)
             last = CHAINS[5]
             assert await writer.matches(last) == CHAIN  # so it is the one that was asked for last
-            begun = lab.master.counter("master_allocated_bytes")
+            lab.slow_down(1, SLOW)
             leaver.signal(signal.SIGTERM)
-            await until(lambda: lab.master.counter("master_allocated_bytes") > begun + 2 * CHAIN * 2**18, within=60)
+            await until(lambda: list(lab.master.copies().values()).count(2) >= OBJECTS, "copies are made", within=60)
         leaver.kill()
         await has_segments(lab, 1)
         share = await share_that_matches(reader, CHAINS[:6])

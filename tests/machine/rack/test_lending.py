@@ -15,7 +15,7 @@ import pytest
 
 from tests.machine.rack.engine import Engine, engine
 from tests.machine.rack.lab import Lab, laboratory
-from tests.machine.rack.test_leaving import CHAINS, has_segments, share_that_matches
+from tests.machine.rack.test_leaving import CHAINS, PATIENCE_S, has_segments, share_that_matches
 from tests.support.waits import stats_until
 from transferd import Status
 from transferd.cli.pool.master import master_executable
@@ -43,18 +43,25 @@ def lending(lab: Lab, number: int) -> Iterator[dict[str, Any]]:
         process.wait()
 
 
-async def reads_on(reader: Engine, ended: asyncio.Event) -> list[Status]:
-    """Reads of the node's chains, one after the other, until `ended`."""
+async def reads_on(reader: Engine, ended: asyncio.Event, patience: float) -> list[Status]:
+    """Reads of the node's chains, one after the other, until `ended`. patience: see `share_that_matches`."""
     statuses = list[Status]()
     while not ended.is_set():
-        statuses += [(await reader.read(chain)).status for chain in OURS]
+        for chain in OURS:
+            give_up = time.monotonic() + patience
+            while True:
+                status = (await reader.read(chain)).status
+                if status is Status.OK or time.monotonic() >= give_up:
+                    break
+                await asyncio.sleep(0.1)
+            statuses.append(status)
     return statuses
 
 
 @contextlib.asynccontextmanager
-async def reading(reader: Engine) -> AsyncIterator[list[Status]]:
+async def reading(reader: Engine, patience: float) -> AsyncIterator[list[Status]]:
     ended, statuses = asyncio.Event(), list[Status]()
-    running = asyncio.ensure_future(reads_on(reader, ended))
+    running = asyncio.ensure_future(reads_on(reader, ended, patience))
     yield statuses
     ended.set()
     statuses += await running
@@ -64,6 +71,7 @@ async def reading(reader: Engine) -> AsyncIterator[list[Status]]:
 async def test_a_restarted_node_has_every_chain_and_the_others_read_it_meanwhile(
     tmp_path: Path, levels: tuple[str, ...]
 ) -> None:
+    patience = PATIENCE_S if levels else 0.0
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, nodes=2))
         lent = stack.enter_context(lending(lab, 1))
@@ -77,13 +85,13 @@ async def test_a_restarted_node_has_every_chain_and_the_others_read_it_meanwhile
             if levels:
                 await stats_until(writer.client, lambda report: not any_pending(report))
         for end in ("stop", "kill", "stop"):
-            async with reading(other) as statuses:
+            async with reading(other, patience) as statuses:
                 began = time.monotonic()
                 process.kill() if end == "kill" else process.stop()
                 process = lab.daemon(1, levels=levels, **lent)
                 async with engine(process) as restarted:
                     took = time.monotonic() - began
-                    assert await share_that_matches(restarted, OURS) == 1.0
+                    assert await share_that_matches(restarted, OURS, patience) == 1.0
             print(f"{levels or 'alone'}, {end}: back after {took:.1f} s; {len(statuses)} reads of others meanwhile")
             assert set(statuses) == {Status.OK}
 

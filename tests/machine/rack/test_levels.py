@@ -15,7 +15,6 @@ from tests.machine.rack.lab import Lab, laboratory
 from tests.machine.rack.test_leaving import has_segments
 from tests.support.freezing import freeze, thaw
 from tests.support.waits import stats_until
-from transferd import Status
 from transferd.cli.pool.master import master_executable
 
 pytestmark = [
@@ -61,7 +60,7 @@ async def test_a_node_that_does_not_answer_is_named(lab: Lab, levels: tuple[str,
     """A load ended as `miss` without an error, and no report, concern or metric knew of the node."""
     async with rack(lab, levels) as engines:
         reader = engines[1]
-        assert (await reader.read(MORE)).status is Status.OK, "it has met the node"
+        await reader.reads_within(MORE, 20)  # it has met the node; an answer that comes late is a miss
         freeze(engines[2].process.pid)
         try:
             mixed = [*THEIRS[1][:4], *THEIRS[3][:4], *THEIRS[2][:4]]

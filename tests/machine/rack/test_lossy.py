@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine.rack.engine import usual
 from tests.machine.rack.lab import laboratory
 from tests.machine.rack.test_partition import THEIRS, rack
 from tests.support.impairment import Impairment
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.one_loop,
 ]
 OTHERS_S = 1.0
-HEALED_S = 5.0  # a transfer that waits for the kernel's next try comes first
+HEALED_S = 8.0  # a transfer that waits for the kernel's next try comes first
 ENDED = (Status.OK, Status.PARTIAL, Status.MISS, Status.FAILED, Status.EXPIRED)
 BAD = {
     "1 %": {"both": Impairment(delay=0.002, loss=0.01)},
@@ -42,9 +43,11 @@ async def test_a_node_far_away_is_waited_for_and_slows_no_other(tmp_path: Path) 
         engines = await stack.enter_async_context(rack(lab))
         lab.impair(2, Impairment(delay=0.04, jitter=0.004))
         far = asyncio.ensure_future(engines[1].read(THEIRS[2], first=24))
+        others = list[float]()
         for _ in range(5):
             assert (await engines[3].read(THEIRS[1])).status is Status.OK
-            assert engines[3].took < OTHERS_S
+            others.append(engines[3].took)
+        assert usual(others) < OTHERS_S, others
         assert (await far).status is Status.OK
         print(f"read in {engines[1].took:.2f} s")
         assert (await engines[2].read(THEIRS[1])).status is Status.OK
@@ -63,17 +66,20 @@ async def test_a_node_that_loses_packets_costs_its_own_objects_at_most(tmp_path:
         mixed = [*THEIRS[1][:4], *THEIRS[3][:4], *THEIRS[2][:4]]
         theirs: Counter[Status] = Counter()
         kept: list[list[int]] = []  # what it was answered that it had stored
+        beside = list[float]()
         for turn in range(3):
+            others = list[float]()
             lossy = asyncio.ensure_future(reader.read(mixed, first=24))
             for _ in range(5):
                 assert (await third.read(THEIRS[1])).status is Status.OK
-                assert third.took < OTHERS_S, "not its cable"
+                others.append(third.took)
+            assert usual(others) < OTHERS_S, f"not its cable: {others}"
             result = await lossy
             print(f"mixed: {result.status} {len(result.block_ids)} in {reader.took:.2f} s {result.error}")
             assert result.block_ids[:8] == list(range(24, 32)), "what is reachable is delivered"
             theirs[result.status] += 1
             assert (await reader.read([*THEIRS[3], *THEIRS[1]])).status is Status.OK
-            assert reader.took < OTHERS_S
+            beside.append(reader.took)
             own = await victim.read(THEIRS[3])
             print(f"it reads: {own.status} {len(own.block_ids)} in {victim.took:.2f} s {own.error}")
             contents = range(1000 * turn + 1000, 1000 * turn + 1012)
@@ -82,6 +88,7 @@ async def test_a_node_that_loses_packets_costs_its_own_objects_at_most(tmp_path:
             print(f"it writes: {written.status} {len(written.block_ids)} in {victim.took:.2f} s {written.error}")
             assert {own.status, written.status} <= set(ENDED)
         print(theirs, await reader.storage())
+        assert usual(beside) < OTHERS_S, beside
         lab.impair(2)
         took = [await each.reads_within(THEIRS[2], 60) for each in (reader, third)]
         print("healed after", took)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.rack.engine import Engine, engine, key
+from tests.machine.rack.engine import Engine, engine, key, usual
 from tests.machine.rack.lab import Lab, laboratory
 from tests.machine.rack.test_leaving import has_segments
 from tests.machine.rack.test_partition import HEALED_S, THEIRS, lab, rack
@@ -37,10 +37,13 @@ async def test_a_slow_node_is_waited_for_and_slows_no_other(tmp_path: Path) -> N
         lab = stack.enter_context(laboratory(tmp_path, 3, "--default_kv_lease_ttl=60s"))
         engines = await stack.enter_async_context(rack(lab))
         reader = engines[1]
-        lab.slow_down(2, "15mbit")  # 6 MiB in 3.4 s
+        lab.slow_down(2, "6mbit")  # 6 MiB in 8.4 s: longer than the others' reads, also on a busy machine
         slow = asyncio.ensure_future(reader.read(THEIRS[2], first=24))
-        assert (await engines[3].read(THEIRS[1])).status is Status.OK
-        assert engines[3].took < 1.0
+        others = list[float]()
+        for _ in range(3):
+            assert (await engines[3].read(THEIRS[1])).status is Status.OK
+            others.append(engines[3].took)
+        assert usual(others) < 1.0, others
         assert (await reader.read(THEIRS[3])).status is Status.OK
         assert not slow.done()
         result = await slow
@@ -56,12 +59,14 @@ async def test_a_master_that_dies_costs_what_was_stored_and_nothing_after_its_re
     async with rack(lab) as engines:
         lab.master.stop()
         for each in engines.values():
-            for _ in range(2):
+            took = list[float]()
+            for _ in range(4):
                 result = await each.read(THEIRS[2])
                 assert result.status is Status.FAILED
                 assert result.error is not None
                 assert result.error.code == "storage_unavailable"
-            assert each.took < 1.0, "the second one knows"
+                took.append(each.took)
+            assert usual(took[1:]) < 1.0, f"the second one knows: {took}"
         lab.master.start()
         for number, each in engines.items():
             await each.until_stored(range(1000 * number, 1000 * number + 12))

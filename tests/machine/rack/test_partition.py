@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.machine.rack.engine import Engine, engine
+from tests.machine.rack.engine import Engine, engine, usual
 from tests.machine.rack.lab import Lab, laboratory
 from tests.support.freezing import freeze, thaw
 from transferd import Status
@@ -20,8 +20,9 @@ pytestmark = [
     pytest.mark.one_loop,
 ]
 THEIRS = {1: range(100, 112), 2: range(200, 212), 3: range(300, 312)}
-ANSWER_S = 6.0  # for a call to a node that has just stopped answering, on a machine with other things to do
-HEALED_S = 2.0
+# On a machine that may stand still for some seconds. The library alone waits for a minute.
+ANSWER_S = 10.0  # for a call to a node that has just stopped answering
+HEALED_S = 5.0
 
 
 @pytest.fixture
@@ -75,11 +76,14 @@ async def test_a_node_that_does_not_answer_costs_its_own_objects(
         assert result.block_ids == list(range(8)), "what is reachable is delivered"
         assert result.error is not None
         assert lab.address(2) in result.error.message
+        others, known = list[float](), list[float]()
         for _ in range(5):
             assert (await reader.read([*THEIRS[3], *THEIRS[1]])).status is Status.OK
-            assert reader.took < 1.0
+            others.append(reader.took)
             assert (await reader.read(THEIRS[2])).status is not Status.OK
-            assert reader.took < 1.0, "the second one knows"
+            known.append(reader.took)
+        assert usual(others) < 1.0, others
+        assert usual(known) < 1.0, f"the second one knows: {known}"
         storage = await reader.storage()
         assert storage["breaker"] == "closed", "the master answers"
         assert [endpoint.split(":")[0] for endpoint in storage["peers_down"]] == [lab.address(2)]

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine.rack.engine import Engine, engine
+from tests.machine.rack.engine import Engine, engine, usual
 from tests.machine.rack.lab import laboratory
+from tests.machine.rack.test_partition import ANSWER_S, HEALED_S
 from transferd import Status
 from transferd.cli.pool.master import master_executable
 from transferd.runtime.compat import timeout
@@ -58,15 +59,18 @@ async def test_while_a_node_does_not_answer_one_copy_is_stored_and_counted(tmp_p
         lab.cut_off(2)
         assert (await one.write(CHAINS[1])).status is Status.OK
         print(f"first write after the cut: {one.took:.2f} s")
-        assert one.took < 8.0
-        assert (await one.write(CHAINS[2])).status is Status.OK
-        assert one.took < 1.0, "the second one knows"
+        assert one.took < ANSWER_S
+        known = list[float]()
+        for chain in CHAINS[2:5]:
+            assert (await one.write(chain)).status is Status.OK
+            known.append(one.took)
+        assert usual(known) < 1.0, f"the second one knows: {known}"
         assert (await one.read([*CHAINS[1], *CHAINS[2]])).status is Status.OK
         report = await one.client.stats()
         assert report["storage"]["under_replicated"] >= 2 * 2 * CHAIN
         assert "under_replicated" in {concern["name"] for concern in report["concerns"]}
         lab.rejoin(2)
-        assert await two.reads_within(CHAINS[1], 20) < 2.0
+        assert await two.reads_within(CHAINS[1], 20) < HEALED_S
 
 
 async def test_a_node_that_died_costs_one_put_and_soon_there_are_two_copies_again(tmp_path: Path) -> None:
@@ -93,14 +97,16 @@ async def test_a_node_that_died_costs_one_put_and_soon_there_are_two_copies_agai
             while not (await one.storage())["peers_down"]:
                 await copies()
         assert len(lab.master.segments()) == 3, "the master has not noticed yet"
+        known = list[float]()
         for _ in range(3):
             assert await copies() == 1
-            print(f"{one.took:.2f} s")
-            assert one.took < 0.5, "it is known whom not to ask"
+            known.append(one.took)
+        print(known)
+        assert usual(known) < 0.5, f"it is known whom not to ask: {known}"
         async with timeout(60):
             while await copies() < 2:  # noqa: ASYNC110 - the pool tells nobody
                 await asyncio.sleep(0.3)
-        assert await two.reads_within(range(10_000, 10_002), 20) < 2.0
+        assert await two.reads_within(range(10_000, 10_002), 20) < HEALED_S
 
 
 async def _until_both_have(one: Engine, two: Engine, chain: range) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.machine.rack.engine import engine
 from tests.machine.rack.lab import laboratory
+from tests.machine.rack.test_partition import ANSWER_S
 from transferd import Status
 from transferd.cli.pool.master import master_executable
 from transferd.runtime.compat import timeout
@@ -40,11 +41,12 @@ async def test_handovers_through_the_pool_go_on_after_a_kill_and_a_quick_restart
         killed = time.monotonic()
         while time.monotonic() - killed < DOWN_S:
             result = await reader.write(range(60, 60 + BLOCKS))
-            assert reader.took < 8.0, result
+            assert reader.took < ANSWER_S, result
         async with engine(lab.daemon(1, replica_num=copies, **POOL)) as writer:
             begun, last_failure, handed_over, content = time.monotonic(), 0.0, 0, 1000
             async with timeout(60):
                 while time.monotonic() - begun < 12.0:  # longer than the master takes to miss the dead segment
+                    at = time.monotonic() - begun
                     written = await writer.write(range(content, content + BLOCKS))
                     read = await reader.read(range(content, content + BLOCKS))
                     ok = written.status is Status.OK and read.status is Status.OK
@@ -54,7 +56,7 @@ async def test_handovers_through_the_pool_go_on_after_a_kill_and_a_quick_restart
                     if ok:
                         handed_over += 1
                     else:
-                        last_failure = time.monotonic() - begun
+                        last_failure = at  # when it began: on a busy machine it may end late
                         print("failed", last_failure, written.error, read.error, back.error)
                     content += 100
                     await asyncio.sleep(PACE_S)
