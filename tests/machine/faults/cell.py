@@ -26,10 +26,10 @@ POOL = ("mooncake_master", "segment owner")
 TASK_BLOCKS = 6  # three chunks
 TASK_TIMEOUT_S = 8.0
 DAEMON_LOST_S = 5.0
-BUSY_S = 2.0  # for a machine that does other things, too
-ANSWER_S = 30.0  # that the runner waits for a result before it gives up
+BUSY_S = 6.0  # for a machine that does other things, too, and may let a process stand still for 3 s
+ANSWER_S = 60.0  # that the runner waits for a result before it gives up
 RECOVERY_S = 60.0
-GATE_S = 30.0
+GATE_S = 60.0
 # How long a stopped process stands still: longer than the others are willing to wait for it.
 HOLD_S = {
     "engine": CLIENT_TIMEOUT_S + 2.0,  # it is given up

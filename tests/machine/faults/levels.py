@@ -37,7 +37,7 @@ from transferd.storage.base import Drainer, Fill, Item, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.memory import MemoryStorage
 
-GATE_S = 30.0
+GATE_S = 60.0
 OBJECTS = "/objects/"
 FEW = 4
 SMALL_MEMORY = (DEVICE_BLOCKS + FEW) * RANKS * BLOCK_BYTES  # without footers: a few blocks less than that

@@ -25,6 +25,7 @@ from tests.machine.faults.eio import FLAG
 from tests.machine.faults.operator import Operator
 from tests.machine.faults.world import ROOT
 from tests.support.looking import new_stats
+from tests.support.waits import until
 from transferd import Status, TaskResult, TransferError
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess
@@ -234,6 +235,7 @@ async def store_removed(directory: Path, finding: Finding) -> None:
             finding.heard(written)
         finding.seconds = time.monotonic() - began
         finding.told = list(dict.fromkeys(finding.told)) or [str(written.status)]
+        await until(lambda: "the store is lost" in daemon.log, "no line says that the store is lost")
         lines = [line for line in daemon.log.splitlines() if "the store is lost" in line]
         finding.expect(len(lines) == 1, f"{len(lines)} lines say that the store is lost")
 
@@ -264,7 +266,7 @@ async def read_only(directory: Path, finding: Finding) -> None:
 
 def remount(daemon: DaemonProcess, path: Path, how: str) -> None:
     command = ["nsenter", "--target", str(daemon.pid), "--mount", "mount", "-o", f"remount,{how}", str(path)]
-    subprocess.run(command, check=True, timeout=10)
+    subprocess.run(command, check=True, timeout=60)
 
 
 async def medium_fails(directory: Path, finding: Finding) -> None:
@@ -286,6 +288,7 @@ async def memory_lock(directory: Path, finding: Finding) -> None:
     prefix = ["prlimit", "--memlock=65536:65536", *(unprivileged if os.geteuid() == 0 else [])]
     async with serving(directory, config(), prefix, finding) as (daemon, operator):
         stats = await new_stats(operator.client)
+        await until(lambda: "not pinned" in daemon.log, "there is no warning")
         warnings = [line for line in daemon.log.splitlines() if "not pinned" in line]
         finding.told = stats["degraded"][:1]
         finding.expect("RLIMIT_MEMLOCK" in " ".join(stats["degraded"]), f"degraded: {stats['degraded']}")
@@ -313,7 +316,7 @@ async def crowd_of_connections(directory: Path, finding: Finding) -> None:
                 finding.heard(result)
                 finding.expect(result.status is Status.OK, f"in a crowd: {result}")
             finding.seconds = (time.monotonic() - began) / 2
-        finding.expect("too_many_connections" in daemon.log, "nobody was refused")
+        await until(lambda: "too_many_connections" in daemon.log, "nobody was refused")
 
 
 def _crowd_in(path: str, crowd: contextlib.ExitStack) -> None:

@@ -85,7 +85,8 @@ class Tally:
                 self.microseconds.setdefault(kind, []).append(int(microseconds))
 
     def p99_ms(self, kind: str) -> float:
-        return statistics.quantiles(self.microseconds[kind], n=100)[98] / 1000
+        found = self.microseconds[kind]
+        return (statistics.quantiles(found, n=100)[98] if len(found) > 1 else found[0]) / 1000
 
 
 @dataclass
