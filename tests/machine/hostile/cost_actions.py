@@ -107,7 +107,6 @@ async def offer_many_memories(place: Place, chance: random.Random, report: Repor
                     except TransferError as error:
                         told[error.reason] += 1
                 with RawPeer(place.knock, place.keys_of(place.knock)) as newcomer:
-                    newcomer.socket.settimeout(5.0)
                     newcomer.greet()
                     if newcomer.ask(wire.Hello(), seq=1) is None:
                         report.wrong.append("nobody gets in beside an engine of many memories")

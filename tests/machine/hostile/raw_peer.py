@@ -18,7 +18,7 @@ Keys = tuple[bytes, bytes, bytes]  # the server's public one, and a client's pub
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 MORE, LONG, COMMAND = 1, 2, 4
-WAIT_S = 5.0
+WAIT_S = 20.0  # for a daemon that is slow, or stands still for some seconds
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:

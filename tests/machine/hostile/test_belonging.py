@@ -147,7 +147,7 @@ async def test_who_only_names_an_engine_may_control_it_and_nothing_else(daemon: 
         assert scheduler.ask("save", "k", 1)[0] == "ok"
         async with Client(daemon.endpoint, engine=NAME, await_ready=False) as stranger:
             with pytest.raises(ConnectTimeout, match="is another one: it is registration"):
-                await stranger.wait_ready(0.1)
+                await stranger.wait_ready(60.0)
             for task in (write("w", ["x"], [1]), read("r", ["k"], [1])):
                 result = await stranger.submit(task)
                 assert (result.status, code(result)) == (Status.REJECTED, "not_this_engine")

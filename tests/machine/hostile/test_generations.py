@@ -130,7 +130,7 @@ async def test_clients_that_contradict_each_other_are_served_only_what_they_have
         async with own(daemon.endpoint) as fresh:
             assert await found(fresh, "old", "fresh") == [2]
             with pytest.raises(ConnectTimeout, match="served the generation 'step 1'"):
-                await before.wait_ready(0.1) if await _opened(before) else None
+                await before.wait_ready(SERVED_S) if await _opened(before) else None
             result = await before.submit(read("r", ["old"], [3]))
             assert (result.status, code(result)) == (Status.REJECTED, "not_attached")
             with pytest.raises(RequestError, match="step 1") as refused:
@@ -154,7 +154,7 @@ async def test_another_configuration_is_no_licence_to_serve_it_to_a_running_engi
         await stored(engine, "old")
         await daemon.killed(engine, generation="other")
         with pytest.raises(ConnectTimeout, match="its configuration was ''"):
-            await engine.wait_ready(0.1)
+            await engine.wait_ready(SERVED_S)
         assert code(await engine.submit(write("w", ["k"], [1]))) in ("generation_mismatch", "not_attached")
         await engine.set_generation("other")
         await engine.reattach(SERVED_S)

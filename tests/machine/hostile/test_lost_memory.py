@@ -212,6 +212,7 @@ def test_a_page_that_the_kernel_declares_broken_costs_its_engine_its_tasks(store
 
 # --- the daemon's own memory ------------------------------------------------------------------------
 
+LONGEST_FILE = 1024**2  # half of a rank's memory; the log, which says more on a busy machine, takes far less
 SHAPE = {"ranks": 2, "layers": 2, "kv_heads": 2, "head_dim": 64, "block_size": 256, "device_blocks": 8}
 
 
@@ -281,7 +282,7 @@ async def without_room(own: World) -> AsyncIterator[tuple[Client, Callable[[], N
         task = WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])
         assert (await client.submit(task)).status is Status.OK
         pid = own.daemon.process.pid
-        before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (LONGEST_FILE, resource.RLIM_INFINITY))
         os.truncate(paths[0], 0)
         await client.submit(ReadStorageTask(task_id="r", keys=["k"], gpu_block_ids=[2]))
         await until(lambda: "cannot be made again" in own.daemon.log, "it says so", within=WITHIN_S)

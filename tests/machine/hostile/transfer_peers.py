@@ -17,7 +17,7 @@ Address = tuple[str, int]
 
 
 def peers(address: Address, count: int, stack: contextlib.ExitStack) -> list[socket.socket]:
-    return [stack.enter_context(socket.create_connection(address, timeout=5)) for _ in range(count)]
+    return [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
 
 
 def push(peer: socket.socket, payload: bytes) -> None:
