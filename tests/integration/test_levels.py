@@ -251,8 +251,8 @@ def test_each_level_is_named_where_a_block_is_located_and_announced(tmp_path: Pa
             assert hashes <= at("STORAGE"), "they are still stored"
             assert hashes <= at("STORAGE/file")
             assert client.purge(KEYS).objects
-            wait_until(lambda: not hashes & at("STORAGE"), "they are gone")
-            assert not hashes & (at("STORAGE/memory") | at("STORAGE/file"))
+            for medium in ("STORAGE", "STORAGE/memory", "STORAGE/file"):
+                wait_until(lambda medium=medium: not hashes & at(medium), f"they are gone from {medium}")  # type: ignore[misc]
             assert client.locate(keys=KEYS) == {}
             with pytest.raises(RequestError, match="give one of them"):
                 client.locate()
@@ -279,14 +279,15 @@ def test_a_bucket_keeps_what_is_purged_for_others_unless_it_is_purged_for_all(
         return daemon_of(tree(tmp_path / name, levels, object=bucket), tmp_path / name)
 
     with serving(tmp_path / "s3", monkeypatch) as server:
-        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 5.0}
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 10.0}
         with node("a") as (_, one), node("b") as (_, other):
             kept = filled(one)
             assert write(one).status is Status.OK
             wait_until(lambda: other.match(KEYS) == BLOCKS, "the bucket has all")
             if len(levels) > 1:
                 assert one.purge(KEYS[:4]).shared == ["object"], "of this node alone"
-                assert (one.match(KEYS), other.match(KEYS)) == (0, BLOCKS)
+                assert one.match(KEYS) == 0
+                wait_until(lambda: other.match(KEYS) == BLOCKS, "the bucket has them still")
             else:
                 with pytest.raises(RequestError, match="does not know its own objects"):
                     one.purge(KEYS[:4])
@@ -299,7 +300,7 @@ def test_a_bucket_keeps_what_is_purged_for_others_unless_it_is_purged_for_all(
             assert would.objects == 2 * RANKS * (1 + bool(here))
             gone = one.purge(KEYS[-2:], shared=True)
             assert (gone.objects, gone.complete) == (would.objects, True)
-            assert other.exists(KEYS[-3:]) == [True, False, False]
+            wait_until(lambda: other.exists(KEYS[-3:]) == [True, False, False], "two of them are gone")
             gone = one.purge(model="m", shared=True)
             assert gone.complete, gone
             assert gone.objects >= objects - 2 * RANKS
@@ -316,7 +317,7 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tmp_path / "s3", monkeypatch) as server:
-        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 10.0}
         with daemon_of(tree(tmp_path / "a", ("file", "object"), object=bucket), tmp_path / "a") as (_, client):
             kept = filled(client)
             server.kill()
@@ -330,8 +331,8 @@ def test_files_above_a_bucket_go_on_while_it_is_dead_and_a_new_node_reads_from_i
             copied(client)
         bucket |= {"timeout": 5.0}  # here it answers, but a busy machine may stand still
         with daemon_of(tree(tmp_path / "b", ("file", "object"), object=bucket), tmp_path / "b") as (_, client):
-            assert client.match(KEYS) == BLOCKS
-            assert read(client, "r1").status is Status.OK
+            wait_until(lambda: client.match(KEYS) == BLOCKS, "a look-up may be too late for a busy server")
+            wait_until(lambda: read(client, f"r{next(NUMBERS)}").status is Status.OK, "and so may a load")
             assert same(kept, client)
             wait_until(lambda: rows(client)[0]["objects"] == RANKS * BLOCKS, "they have come up")
             server.kill()  # with it, the second chance of a file that is late
@@ -345,7 +346,7 @@ def test_blocks_left_above_the_bucket_by_a_kill_are_copied_after_the_next_start(
 ) -> None:
     """The daemon is killed when the files have the blocks and the bucket does not. Another node reads them later."""
     with serving(tmp_path / "s3", monkeypatch) as server:
-        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 1.0}
+        bucket = {"url": "s3://blocks/kv", "endpoint": server.endpoint, "region": "us-east-1", "timeout": 10.0}
         config = tree(tmp_path / "a", ("file", "object"), object=bucket)
         with daemon_of(config, tmp_path / "a") as (daemon, client):
             kept = filled(client)
@@ -366,7 +367,7 @@ def test_blocks_left_above_the_bucket_by_a_kill_are_copied_after_the_next_start(
             wait_until(lambda: rows(client)[1]["pending_bytes"] == 0, "nothing waits")
         bucket |= {"timeout": 5.0}  # here it answers, but a busy machine may stand still
         with daemon_of(tree(tmp_path / "b", ("memory", "object"), object=bucket), tmp_path / "b") as (_, client):
-            assert read(client, "r").status is Status.OK
+            wait_until(lambda: read(client, f"r{next(NUMBERS)}").status is Status.OK, "the bucket has all")
             assert same(kept, client)
 
 
@@ -399,11 +400,16 @@ def test_a_first_level_that_hangs_costs_no_store_and_no_load(tmp_path: Path) -> 
         hangs.unlink()
         wait_until(lambda: rows(client)[0]["hanging"] == 0 and rows(client)[0]["available"], "it answers", within=60)
         wait_until(lambda: all(one["name"] != "level_silent" for one in client.stats()["concerns"]), "the concern ends")
-        keys = [f"{key}-after" for key in more]
-        before = rows(client)[0]["objects"]
-        task = WriteStorageTask(task_id="after", keys=keys, gpu_block_ids=list(range(BLOCKS)))
-        assert client.submit(task).status is Status.OK
-        assert rows(client)[0]["objects"] >= before + RANKS * BLOCKS
+
+        def stores_again() -> bool:
+            """Unless a file is late, on a busy machine: then the level below has them, and this one is left out."""
+            keys[:] = [f"{key}-after-{next(NUMBERS)}" for key in more]
+            before = rows(client)[0]["objects"]
+            task = WriteStorageTask(task_id=f"after {keys[0]}", keys=keys, gpu_block_ids=list(range(BLOCKS)))
+            assert client.submit(task).status is Status.OK
+            return bool(rows(client)[0]["objects"] >= before + RANKS * BLOCKS)
+
+        wait_until(stores_again, "the files take blocks again", within=60)
         assert read(client, "r-after", keys).status is Status.OK
         assert same(kept, client)
         assert client.stats()["staging"]["used"] == 0
@@ -443,4 +449,5 @@ def test_a_documented_configuration_starts_stores_and_loads(
         assert read(client, "r1").status is Status.OK
         assert same(kept, client)
         assert [row["name"] for row in rows(client)] == storage["levels"]
-        assert all(row["available"] and not row["lost"] for row in rows(client))
+        wait_until(lambda: all(row["available"] for row in rows(client)), "none is late")
+        assert not any(row["lost"] for row in rows(client))
