@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from transferd.cli.pool.master import free_port
 from transferd.client.launch import running
 
 PATHS = ["/", "/live", "/status", "/metrics", "/explain?task=t", "/healthz", "/readyz", "/nothing"]
@@ -15,9 +16,7 @@ PATHS = ["/", "/live", "/status", "/metrics", "/explain?task=t", "/healthz", "/r
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number = int(probe.getsockname()[1])
+    number = free_port()
     metrics = {"listen": f"0.0.0.0:{number}", "hosts": ["KV-1.example.com"]}
     with running({"metrics": metrics, "storage": {"backend": "memory"}}, tmp_path):
         yield number

@@ -17,7 +17,7 @@ import pytest
 from tests.support.impairment import Cable, End, Impairment, netem_cable, netem_is_there, tap_cable
 from tests.support.waits import wait_until
 
-HERE, THERE, PORT = "10.213.{}.1", "10.213.{}.2", 4711
+PORT = 4711
 ROOM = 8 * 1024**2
 ECHO = f"""
 import socket
@@ -84,7 +84,8 @@ class Peer:
 def connected(kind: object, seed: int = 1) -> Iterator[Peer]:
     number = next(_numbers)
     device = f"tfi{os.getpid() % 100000}n{number}"
-    net = (os.getpid() * 7 + number) % 250
+    # Of this process: other ones lay cables at the same time.
+    own, other = (f"10.213.{os.getpid() % 250}.{4 * (number % 60) + host}" for host in (1, 2))
     with contextlib.ExitStack() as stack:
         holder = stack.enter_context(subprocess.Popen(["unshare", "--net", "cat"], stdin=-1, stdout=-1))
         assert holder.stdin is not None
@@ -94,14 +95,14 @@ def connected(kind: object, seed: int = 1) -> Iterator[Peer]:
         holder.stdout.readline()
         here, there = End(os.getpid(), device), End(holder.pid, "eth0")
         line = stack.enter_context(kind(here, there, seed=seed) if kind is tap_cable else kind(here, there))  # type: ignore[operator]
-        here.run("ip", "address", "add", f"{HERE.format(net)}/30", "dev", device)
-        there.run("ip", "address", "add", f"{THERE.format(net)}/30", "dev", "eth0")
+        here.run("ip", "address", "add", f"{own}/30", "dev", device)
+        there.run("ip", "address", "add", f"{other}/30", "dev", "eth0")
         command = ["nsenter", f"--net={there.namespace}", sys.executable, "-S", "-c", ECHO]
         echo = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
         stack.callback(echo.kill)
         assert echo.stdout is not None
         echo.stdout.readline()
-        peer = Peer(line, THERE.format(net), device)
+        peer = Peer(line, other, device)
         stack.callback(peer.close)
         # Packets that wait for the other end's Ethernet address leave from another thread than those after them, which
         # then overtake: both ends know it after this.
