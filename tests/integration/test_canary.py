@@ -76,7 +76,7 @@ async def test_a_handle_that_leads_to_the_engines_bytes_is_taken_and_no_byte_has
         await client.offer(0, zero.handle, caches=zero.caches)
         assert daemon.default.cache.missing == [1]
         await client.offer(1, one.handle, caches=one.caches, block=7)
-        await client.wait_ready(5)
+        await client.wait_ready(60)
         assert (content(zero), content(one)) == before
         await client.offer(0, zero.handle, caches=zero.caches)  # again: nothing is written into blocks in use
         result = await client.submit(WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1]))
@@ -122,7 +122,7 @@ async def test_a_handle_that_leads_elsewhere_is_refused_and_nothing_is_kept(
         assert caught.value.reason == "canary_mismatch"
         await client.offer(0, zero.handle, caches=zero.caches)
         await client.offer(1, one.handle, caches=one.caches)
-        await client.wait_ready(5)
+        await client.wait_ready(60)
         staging = (await client.stats())["staging"]
         assert staging["used"] == 0
 

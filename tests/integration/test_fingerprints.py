@@ -38,7 +38,7 @@ class Own:
         facts: dict[str, Any] = {"ranks": 1, "model": "m", "layout": layout} | more
         self.client.register(Engine(**facts))
         self.client.offer(0, shm_pages(self._file.name, [(layer * BLOCKS * PAGE, PAGE) for layer in range(LAYERS)]))
-        self.client.wait_ready(10)
+        self.client.wait_ready(60)
 
     def __enter__(self) -> Self:
         return self

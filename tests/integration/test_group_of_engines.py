@@ -71,7 +71,7 @@ async def group_of(
                 for rank in range(RANKS):
                     views = pages.views(raw, SEGMENTS[rank])
                     await client.offer(rank, shm_pages(where, SEGMENTS[rank]), caches=views)
-            await group.wait_ready(10)
+            await group.wait_ready(60)
             yield group, [raw for _, raw in memories]
 
 

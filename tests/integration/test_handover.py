@@ -163,11 +163,11 @@ async def test_less_than_everything_is_an_error_that_maps_to_502(mode: str, mast
     async with pair(mode, master, tmp_path) as (prefill, decode):
         full, peer = TOKENS[: 5 * BLOCK], prefill.client.pd_address
         fill(prefill.caches, [1, 2, 3, 4, 5], seed=3)
-        writing = asyncio.ensure_future(prefill.client.write_all("r1", full, [1, 2, 3, 4, 5], timeout=5))
+        writing = asyncio.ensure_future(prefill.client.write_all("r1", full, [1, 2, 3, 4, 5], timeout=60))
         if mode == "storage":
             await writing
         with pytest.raises(HandoverFailed) as failure:  # its last block has three tokens; P's sequence ends before it
-            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=peer, timeout=5)
+            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=peer, timeout=60)
         assert failure.value.http_status == 502
         assert failure.value.reason == {"storage": "blocks_missing", "direct": "blocks_mismatch"}[mode]
         if mode == "direct":
@@ -181,11 +181,11 @@ async def test_another_layout_is_never_delivered(mode: str, master: Master, tmp_
         fill(prefill.caches, [1, 2, 3, 4, 5, 6], seed=4)
         wipe(decode.caches, list(range(64)))
         before = snapshot(decode.caches, list(range(64)))
-        writing = asyncio.ensure_future(prefill.client.write_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], timeout=5))
+        writing = asyncio.ensure_future(prefill.client.write_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], timeout=60))
         if mode == "storage":
             await writing
         with pytest.raises(HandoverFailed) as failure:
-            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=prefill.client.pd_address, timeout=5)
+            await decode.client.read_all("r1", TOKENS, [1, 2, 3, 4, 5, 6], peer=prefill.client.pd_address, timeout=60)
         assert failure.value.reason == {"storage": "blocks_missing", "direct": "layout_mismatch"}[mode]
         assert snapshot(decode.caches, list(range(64))) == before
         if mode == "direct":
@@ -224,7 +224,7 @@ async def test_a_side_that_never_comes_is_a_failure_by_the_deadline(tmp_path: Pa
             await decode.client.read_all("nobody-writes", TOKENS, ids, peer=prefill.client.pd_address, timeout=0.5)
         assert failure.value.reason == "expired"
         with pytest.raises(HandoverFailed) as failure:
-            await decode.client.read_all("nobody-there", TOKENS, ids, peer="127.0.0.1:1", timeout=5)
+            await decode.client.read_all("nobody-there", TOKENS, ids, peer="127.0.0.1:1", timeout=60)
         assert failure.value.reason == "peer_lost"
         await expect_nothing_left(prefill, decode)
 
@@ -261,7 +261,7 @@ SABOTAGED = {"device": "tests.support.sabotage:SabotagedDevice"}
 async def begun(node: Side, block: int) -> None:
     """Until bytes have arrived in this block of rank 0."""
     array = node.caches[0]["key"][0]
-    async with timeout(30):
+    async with timeout(60):
         while not array[block].any():  # noqa: ASYNC110 - memory tells nobody
             await asyncio.sleep(0.001)
 
@@ -291,8 +291,8 @@ async def big_transfer(
         peer = prefill.client.pd_address
         with saboteur.order("copy_in", 1, "stall"):
             under_way: list[asyncio.Future[Any]] = [
-                asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=20)),
-                asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=20)),
+                asyncio.ensure_future(prefill.client.write_all("big", tokens, ids, timeout=60)),
+                asyncio.ensure_future(decode.client.read_all("big", tokens, ids, peer=peer, timeout=60)),
             ]
             await begun(decode, 0)
             yield prefill, decode, under_way
@@ -338,7 +338,7 @@ async def test_a_sender_stopped_in_the_middle_costs_the_receiver_its_deadline_an
             await reading
         assert failure.value.reason == "expired"
         prefill.daemon.signal(signal.SIGCONT)
-        await prefill.client.wait_ready(10)
+        await prefill.client.wait_ready(60)
         both = await asyncio.gather(
             prefill.client.write_all("r2", TOKENS, ids), decode.client.read_all("r2", TOKENS, ids, peer=peer)
         )

@@ -116,7 +116,7 @@ async def test_a_node_that_comes_back_as_another_place_answers_for_no_block(node
         assert (await other.stats())["engines"]["default"]["first_rank"] == 0, "reports are answered"
 
         nodes.again(1)  # as it was
-        await group.wait_ready(20.0)
+        await group.wait_ready(60.0)
         caches[1] = (await other.reattach())[0]
         read = ReadStorageTask(task_id="r2", keys=KEYS, gpu_block_ids=read.gpu_block_ids)
         assert (await group.submit(read)).status is Status.OK
@@ -143,4 +143,4 @@ async def test_a_client_is_not_served_by_another_engine(nodes: Nodes, different:
         assert await looking.match(KEYS) == 0, "who has used nothing may use this one"
         await client.close()
         await client.connect()  # afresh: it serves this engine from now on
-        assert await asyncio.wait_for(client.match(KEYS), 20.0) == 0
+        assert await asyncio.wait_for(client.match(KEYS), 60.0) == 0

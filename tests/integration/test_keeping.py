@@ -108,10 +108,10 @@ def test_pins_keep_blocks_until_their_time_is_over(place: Path, backend: str) ->
         assert (storage["pinned"], storage["pins_expired"]) == (4 * RANKS, 0)
         a.write(some("other", 4))
         with pytest.raises(Refused) as refused:
-            a.pin(some("other", 4), 60)
+            a.pin(some("other", 4), 3600)
         assert refused.value.code == "share_exceeded"
         assert "engines.pin_share" in str(refused.value)
-        assert b.pin(some("b", 1, 127), 60) == 1, "another engine has a bound of its own"
+        assert b.pin(some("b", 1, 127), 3600) == 1, "another engine has a bound of its own"
         assert transferd(node.endpoint, "pin", "prompt0", "--engine", "a", "--ttl", "1s")["pinned"] == 1
         wait_until(lambda: a.stats()["storage"]["pins_expired"] == RANKS)
         a.unpin(["prompt1"])
@@ -137,5 +137,6 @@ def test_second_use_stores_what_two_tasks_asked_for(place: Path, backend: str) -
         stats = a.stats()
         assert stats["storage"]["not_admitted"] == 5 * RANKS
         assert stats["errors"] == {}, "nothing failed"
-        assert not stats["concerns"]
+        busy = {"event_loop_late", "storage_slow"}  # what a busy machine may add
+        assert {concern["name"] for concern in stats["concerns"]} <= busy
         assert backend != "file" or len(files(place)) == 4 * RANKS

@@ -79,7 +79,7 @@ async def offered(client: Client, memory: tuple[str | int, npt.NDArray[np.uint8]
     for rank in range(RANKS):
         views = PAGES.views(raw, SEGMENTS[rank])
         await client.offer(rank, shm_pages(where, SEGMENTS[rank]), caches=views)
-    await client.wait_ready(5)
+    await client.wait_ready(60)
 
 
 async def test_pages_are_stored_and_loaded_byte_for_byte_and_nothing_else_is_touched(

@@ -195,7 +195,7 @@ def test_a_purge_says_that_the_disk_is_away_and_reaches_it_when_it_returns(tmp_p
         assert list((Path(f"/proc/{node.pid}/root{device}") / "objects").rglob("*@*")), "they are still on the disk"
         mounted("mount", "--bind", str(device), str(blocks))
         wait_until(lambda: not a.stats()["storage"]["disks"][0]["problem"])
-        assert not [path for path in (beneath / "objects").rglob("*@*") if path.is_file()]
+        wait_until(lambda: not [path for path in (beneath / "objects").rglob("*@*") if path.is_file()])
         assert a.write(A)["status"] == "ok"
         assert transferd(node.endpoint, "purge", "--all")["complete"]
         assert '"pid":' in node.log or "'pid':" in node.log, "who has purged"

@@ -72,7 +72,7 @@ class Engine:
         self._number += 1
         number, key = self._number, f"key-{self._number}"
         colour(self.caches, block, number)
-        task = WriteStorageTask(task_id=f"w{number}", keys=[key], gpu_block_ids=[block], timeout=10.0)
+        task = WriteStorageTask(task_id=f"w{number}", keys=[key], gpu_block_ids=[block], timeout=60.0)
         result = await self.client.submit(task)
         self.told.append(outcome(result))
         if result.block_ids:
@@ -102,12 +102,12 @@ async def test_an_engine_that_goes_on_after_a_kill_stores_nothing_wrong(tmp_path
             running[0].kill()
             running.append(await asyncio.to_thread(start, TREE, tmp_path))
             await going_on
-            await wait_for(heard.wait(), 20)
+            await wait_for(heard.wait(), 60)
             for _ in range(WRITES):
                 await engine.write()
             assert set(engine.told[-WRITES:]) == {(Status.REJECTED, "not_attached")}
             assert client.outdated == list(range(RANKS))
-            renewed = await client.reattach(20)
+            renewed = await client.reattach(60)
             assert sorted(renewed) == list(range(RANKS))
             engine.caches = [renewed[rank] for rank in range(RANKS)]
             for _ in range(WRITES):
@@ -125,15 +125,15 @@ async def test_the_daemon_refuses_a_process_that_pushes_while_no_process_has_att
             scheduler.on_new_boot = told.set
             running[0].kill()
             running.append(await asyncio.to_thread(start, TREE, tmp_path))
-            await wait_for(told.wait(), 20)
-            await scheduler.wait_ready(20)
+            await wait_for(told.wait(), 60)
+            await scheduler.wait_ready(60)
             write = WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])
             assert outcome(await scheduler.submit(write)) == (Status.REJECTED, "not_attached")
             report = await scheduler.stats()
             assert report["rejects"]["not_attached"] == 1
             assert report["cache"]["unmapped"] == list(range(RANKS))
             await until(lambda: "not_attached" in running[1].log, within=30)  # a thread writes the log
-            await worker.reattach(20)
+            await worker.reattach(60)
             back = SwapInTask(task_id="i", gpu_block_ids=[1], cpu_block_ids=[2])
             assert outcome(await scheduler.submit(back)) == (Status.REJECTED, "empty_block")
             write = WriteStorageTask(task_id="w2", keys=["k"], gpu_block_ids=[1])
@@ -161,14 +161,14 @@ def test_the_blocking_client_hears_of_it_and_may_reattach_from_there(tmp_path: P
         found: list[dict[int, Any]] = []
 
         def again() -> None:
-            found.append(client.reattach(20))
+            found.append(client.reattach(60))
             done.set()
 
         client.on_new_boot = again
         assert client.on_new_boot is again
         running[0].kill()
         running.append(start(TREE, tmp_path))
-        assert done.wait(30)
+        assert done.wait(90)
         assert sorted(found[0]) == list(range(RANKS))
         assert client.outdated == []
         write = WriteStorageTask(task_id="w", keys=["k"], gpu_block_ids=[1])

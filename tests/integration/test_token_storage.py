@@ -322,7 +322,7 @@ async def test_a_node_that_follows_others_knows_where_their_blocks_are(tmp_path:
     path = path_of(1, 3)
 
     async def known(client: Client, expected: dict[str, dict[str, int]]) -> None:
-        async with timeout(20):
+        async with timeout(60):
             while await client.locate(path) != expected:  # noqa: ASYNC110 - another node's news take their time
                 await asyncio.sleep(0.005)
 
@@ -366,7 +366,7 @@ async def test_a_node_that_joins_late_knows_what_no_kept_batch_contains(tmp_path
             peers = {"second": {name: followed["events"][name] for name in ("endpoint", "replay_endpoint")}}
             with running(tree(first, pod_name="first", peers=peers), first) as follower:
                 async with attached(follower.endpoint) as client:
-                    async with timeout(20):
+                    async with timeout(60):
                         while await client.locate(path) != {"second": {"GPU": 1, "STORAGE": 3, "any": 3}}:  # noqa: ASYNC110
                             await asyncio.sleep(0.005)
                     assert (await client.stats())["events"]["peers"]["second"]["lost"] == 0
@@ -379,7 +379,7 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
     with running(tree(tmp_path), tmp_path) as daemon:
         queue = EngineCacheQueue(daemon.endpoint, num_client=2, client_id=0)
         try:
-            shared = {"keys": ["k"], "token_ids": path, "timeout": 5.0}
+            shared = {"keys": ["k"], "token_ids": path, "timeout": 60.0}
             finished = SimpleNamespace(
                 **shared | {"keys": list("abcd")},
                 task_id="finished",
@@ -393,7 +393,7 @@ async def test_fastdeploys_queue_flushes_evicted_blocks(tmp_path: Path, monkeypa
             event = SimpleNamespace(name="GPU2STORAGE", value=5)
             for task in (finished, evicted):
                 queue.put_transfer_task((event, task))
-            answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=20) for _ in range(4)]
+            answers = [await asyncio.to_thread(queue.get_transfer_done_signal, timeout=60) for _ in range(4)]
             assert [answer and answer[1:] for answer in answers] == [  # in this order, each once a rank
                 *[("finished", list("abcd"), [0, 1, 2, 3])] * 2,
                 *[("evicted", ["k"], [])] * 2,
@@ -435,7 +435,7 @@ async def test_a_cleared_cache_is_attached_to_token_storage_again_under_another_
             await client.clear_cache()
             assert await client.match_tokens(path) == 0
             await client.restore_cache("G2")
-            await client.wait_ready(10)
+            await client.wait_ready(60)
             assert await client.match_tokens(path) == 0, "what the old generation stored is out of reach"
             caches = await attach(client)
             fill(caches, [5, 6], seed=2)

@@ -228,7 +228,7 @@ async def test_a_scrubbing_daemon_finds_damage_before_a_read_does(tmp_path: Path
     victim.write_bytes(data)
     with running(tree, tmp_path) as daemon:
         async with attached(daemon.endpoint) as client:
-            async with timeout(20):
+            async with timeout(60):
                 while not (scrub := (await client.stats())["storage"]["scrub"])["passes"]:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
             assert (scrub["objects"], scrub["damaged"]) == (3, 1)

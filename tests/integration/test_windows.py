@@ -93,7 +93,7 @@ async def engines(endpoint: str, arena: Arena, *, host_blocks: int = 0) -> Async
             await client.register(Engine(ranks=1, model="m", layout=layout, host_blocks=host_blocks))
             views = layout.views(arena.bytes, [(0, STEP)])
             await client.offer(0, shm_pages(arena.fd, [(0, STEP)]), caches=views)
-            await client.wait_ready(10)
+            await client.wait_ready(60)
         yield clients
 
 
@@ -258,7 +258,7 @@ async def test_windows_are_there_again_under_the_daemon_that_follows_one_that_wa
             assert np.array_equal(arena.bytes[touched : GUARD * STEP], arena.expected[touched : GUARD * STEP])
             daemon = start(SECTIONS, tmp_path)
             for size, client in clients.items():
-                await client.wait_ready(20)
+                await client.wait_ready(60)
                 assert np.array_equal(await loaded(client, arena, size), stored[size]), size
     finally:
         daemon.stop()
@@ -342,7 +342,7 @@ async def test_25_million_windows_cost_no_memory_a_window(tmp_path: Path) -> Non
         async with Client(daemon.endpoint, engine="e", await_ready=False) as client:
             await client.register(Engine(ranks=1, model="m", layout=layout))
             await client.offer(0, shm_pages(arena.fd, [(0, 4)]), caches=layout.views(arena.bytes, [(0, 4)]))
-            await client.wait_ready(10)
+            await client.wait_ready(60)
             stored = await client.submit(write("w", ["k"], [layout.blocks - 1]))
             assert stored.status is Status.OK
             loaded = await client.submit(read("r", ["k"], [12_345_678]))
@@ -426,7 +426,7 @@ async def test_offers_of_windows_that_cannot_be_are_refused_by_what_is_wrong(tmp
                     await client.offer(0, DeviceHandle("shm", data))
                 assert (refusal.value.reason, said in str(refusal.value)) == ("layout_mismatch", True), refusal.value
             await client.offer(0, right)
-            await client.wait_ready(10)
+            await client.wait_ready(60)
     os.close(fd)
 
 
@@ -471,5 +471,5 @@ async def test_two_ranks_of_one_engine_share_no_byte_of_their_windows(tmp_path: 
                 await client.offer(1, shm_pages(fd, [(16 * 4096, 4096)]))
             assert refusal.value.reason == "already_attached"
             await client.offer(1, shm_pages(fd, [(17 * 4096, 4096)]))
-            await client.wait_ready(10)
+            await client.wait_ready(60)
     os.close(fd)

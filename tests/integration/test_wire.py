@@ -87,7 +87,7 @@ class Raw:
                 found.append(wire.decode_reply(self.socket.recv(zmq.DONTWAIT)))
             return len(found) == count
 
-        await until(read, within=10)
+        await until(read, within=60)
         return found
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ async def test_a_pusher_that_vanishes_costs_nothing(daemon: Daemon, client: Clie
     await raw.replies(1)
     pusher = list(daemon.server.clients)[-1]  # the honest client was there before
     raw.close()
-    await until(lambda: _gone(daemon, pusher, "orphan"), within=10)
+    await until(lambda: _gone(daemon, pusher, "orphan"), within=60)
     assert daemon.server.statistics().undeliverable > 0
     daemon.core.hold = False
     assert (await client.submit(task("honest"))).status is Status.OK
@@ -218,7 +218,7 @@ async def test_many_clients_get_their_own_results(daemon: Daemon) -> None:
             assert [r.task_id for r in results] == [f"{number}-{i}" for i in range(50)]
 
     await asyncio.gather(*(work(number) for number in range(24)))
-    await until(lambda: daemon.server.statistics().clients == 0, within=10)
+    await until(lambda: daemon.server.statistics().clients == 0, within=60)
     assert daemon.core.ran.total() == 24 * 50
 
 
@@ -251,10 +251,10 @@ asyncio.run(main(sys.argv[1]))
 async def test_an_engine_that_was_stopped_does_not_take_the_daemon_for_dead(tmp_path: Path) -> None:
     async with Daemon(f"ipc://{tmp_path}/d.sock") as daemon:
         engine = subprocess.Popen([sys.executable, "-c", STOPPED, daemon.transport.endpoints[0]])  # noqa: ASYNC220
-        await until(lambda: Path(f"/proc/{engine.pid}/stat").read_text().split(") ")[1].startswith("T"), within=10)
+        await until(lambda: Path(f"/proc/{engine.pid}/stat").read_text().split(") ")[1].startswith("T"), within=60)
         await asyncio.sleep(4)
         engine.send_signal(signal.SIGCONT)
-        await until(lambda: engine.poll() is not None, within=10)
+        await until(lambda: engine.poll() is not None, within=60)
         assert engine.returncode == 0
 
 
@@ -345,11 +345,11 @@ async def test_answers_sent_before_a_close_are_read_after_it(tmp_path: Path) -> 
     server.start(lambda peer, _: peers.append(peer))
     client.start(lambda payload: got.append(bytes(payload)))
     client.send(b"hello")
-    await until(lambda: bool(peers), within=10)
+    await until(lambda: bool(peers), within=60)
     for number in range(100):
         assert send(server, peers[0], bytes([number]))
     server.close()
-    await until(lambda: len(got) == 100, within=10)
+    await until(lambda: len(got) == 100, within=60)
     assert got == [bytes([number]) for number in range(100)]
     client.close()
     with pytest.raises(Closed):
@@ -373,7 +373,7 @@ async def test_a_callback_that_raises_loses_one_message_and_no_other(tmp_path: P
     client.start(lambda payload: got.append(bytes(payload)))
     for number in range(200):
         client.send(str(number).encode())
-    await until(lambda: len(got) == 200, within=10)
+    await until(lambda: len(got) == 200, within=60)
     assert [type(error) for error in raised] == [ZeroDivisionError]
     client.close()
     server.close()
@@ -386,7 +386,7 @@ async def test_closing_a_client_of_a_stopped_daemon_does_not_hang(tmp_path: Path
         process.send(signal.SIGSTOP)
         before = time.monotonic()
         await client.close()
-        assert time.monotonic() - before < 5
+        assert time.monotonic() - before < 20
         process.send(signal.SIGCONT)
 
 
@@ -441,13 +441,13 @@ async def test_a_killed_daemon_ends_pending_futures_and_its_successor_serves(tmp
             asking = asyncio.ensure_future(client.pause())
             await asyncio.sleep(0.05)
             first.send(signal.SIGKILL)
-            async with timeout(10):  # 5, and a slow machine; tests/sim/test_conversation.py measures exactly
+            async with timeout(30):  # 5, and a slow machine; tests/sim/test_conversation.py measures exactly
                 results = await asyncio.gather(*pending)
             assert {(r.status, r.error and r.error.code) for r in results} == {(Status.FAILED, "daemon_lost")}
             error = (await asyncio.gather(asking, return_exceptions=True))[0]
             assert getattr(error, "reason", None) == "daemon_lost"
             with daemon_process(tmp_path, "boot-2"):
-                await client.wait_ready(10)
+                await client.wait_ready(60)
                 assert client.boot_id == "boot-2"
                 assert (await client.stats())["boot_id"] == "boot-2"
 
