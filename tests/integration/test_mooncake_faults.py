@@ -34,7 +34,7 @@ pytestmark = [
 ]
 MIB = 1024**2
 TIMEOUT_S = 4.0  # of the tasks here
-BUSY_S = 2.0  # on top of the daemon's slack of 1 s, for a machine that has other things to do
+BUSY_S = 10.0  # on top of the daemon's slack of 1 s, for a machine that has other things to do
 BLOCKS = 16  # of a task
 TROUBLE = {"storage_unavailable", "storage_error", "storage_full", "expired"}
 
@@ -82,6 +82,12 @@ class Node:
         assert result.block_ids == list(blocks[: len(result.block_ids)])
         for content, block in zip(contents, result.block_ids, strict=False):
             assert self.data.verify(block, content) is None
+
+    async def stores(self, contents: Sequence[int]) -> None:
+        """Write these from the blocks of their numbers: on a busy machine a call of the pool may take over 1 s."""
+        async with timeout(60):
+            while (await self.write(contents, contents)).status is not Status.OK:  # noqa: ASYNC110 - as below
+                await asyncio.sleep(0.1)
 
     async def works(self, contents: Sequence[int]) -> None:
         """Once the pool does, it does: these can be written and read back. Their blocks: 0 … and 16 …"""
@@ -232,7 +238,7 @@ async def test_a_master_killed_in_the_middle_of_tasks_leaves_each_an_answer_and_
     async with node(tree(master.address), tmp_path) as running:
         contents = range(3 * BLOCKS)
         if kind is ReadStorageTask:
-            assert (await running.write(contents, contents)).status is Status.OK
+            await running.stores(contents)
             running.data.poison(contents)
         else:
             for content in contents:
@@ -262,7 +268,7 @@ async def test_a_frozen_master_costs_tasks_their_deadline_at_most_and_nothing_is
 ) -> None:
     async with node(tree(master.address), tmp_path) as running:
         contents = range(BLOCKS)
-        assert (await running.write(contents, contents)).status is Status.OK
+        await running.stores(contents)
         freeze(master.pid)
         running.data.poison(range(BLOCKS, 3 * BLOCKS))
         pushed = [
@@ -288,7 +294,7 @@ async def test_a_peer_killed_in_the_middle_of_reads_takes_its_blocks_along_and_n
             async with Client(prefill.endpoint) as client:
                 stored = Node(prefill, client, KvData([await client.attach(rank=rank) for rank in range(2)]))
                 contents = range(BLOCKS)
-                assert (await stored.write(contents, contents)).status is Status.OK
+                await stored.stores(contents)
                 assert (await decode.read(contents, contents)).status is Status.OK
                 decode.data.poison(contents)
                 freeze(prefill.pid)
@@ -312,7 +318,7 @@ async def test_the_first_read_of_a_silent_node_is_answered_long_before_its_timeo
     """The node that started first has the record of the layout, so the library knows its data port already."""
     async with node(tree(master.address, segment=64 * MIB), tmp_path, "first") as first:
         contents = range(BLOCKS)
-        assert (await first.write(contents, contents)).status is Status.OK
+        await first.stores(contents)
         async with node(tree(master.address), tmp_path, "second") as second:
             pid = first.process.process.pid
             freeze(pid)
@@ -364,7 +370,7 @@ async def test_another_tensor_parallel_size_is_a_miss_that_both_sides_report(mas
         node(tree(master.address, ranks=1), tmp_path, "decode") as decode,
     ):
         contents = range(BLOCKS)
-        assert (await prefill.write(contents, contents)).status is Status.OK
+        await prefill.stores(contents)
         decode.data.poison(contents)
         pushed = await decode.push(ReadStorageTask, contents, contents)
         result = await answered(pushed)
