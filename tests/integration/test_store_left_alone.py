@@ -24,6 +24,7 @@ from tests.support.waits import wait_until
 from transferd import ReadStorageTask, Status, SyncClient, TaskResult, TransferError, WriteStorageTask
 from transferd.client import launch
 from transferd.client.launch import DaemonProcess, running
+from transferd.storage.journal import RECORD
 
 MIB = 1024**2
 BLOCK = 131072  # bytes of a block; an object has 128 more
@@ -173,14 +174,8 @@ def test_what_is_only_looked_up_outlives_what_is_not_also_after_a_kill(tmp_path:
         assert client.match(asked) == 10
         assert all(client.exists(touched))
         write(client, written)
-        wait_until(
-            lambda: (
-                len((tmp_path / "blocks" / "order").read_bytes()) > 1000
-                if (tmp_path / "blocks" / "order").exists()
-                else True
-            )
-        )
-        time.sleep(0.1)  # what a look-up touches is on its way to the disk for 20 ms
+        order = tmp_path / "blocks" / "order"  # five times ten objects were written, and twice ten looked up
+        wait_until(lambda: order.exists() and order.stat().st_size > 70 * RECORD.itemsize, "a kill leaves all uses")
         daemon.kill()
     with serving(tmp_path, config) as (_, client):
         write(client, [f"new-{i}" for i in range(30)])
