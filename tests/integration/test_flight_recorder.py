@@ -142,7 +142,11 @@ def test_no_thread_of_the_daemon_can_be_killed_by_a_signal_that_asks_for_a_dump(
     mask = sum(1 << (number - 1) for number in (signal.SIGUSR1, signal.SIGABRT))
     open_to_it = []
     for thread in Path(f"/proc/{daemon.pid}/task").iterdir():
-        blocked = next(x for x in (thread / "status").read_text().splitlines() if x.startswith("SigBlk:"))
+        try:
+            status = (thread / "status").read_text()
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        blocked = next(x for x in status.splitlines() if x.startswith("SigBlk:"))
         if int(blocked.split()[1], 16) & mask != mask:
             open_to_it.append(thread.name)
     assert len(open_to_it) == 1, "the one that waits for them, for which the kernel shows them as not blocked"

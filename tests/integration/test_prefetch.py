@@ -84,7 +84,7 @@ def test_it_ends_with_a_cancel_its_deadline_and_its_client(tmp_path: Path) -> No
         assert client.cancel("p")
         assert not client.cancel("p")
         assert rows(client)[0]["kept_bytes"] == 0
-        assert client.prefetch(KEYS, timeout=0.2).count == BLOCKS
+        assert client.prefetch(KEYS, timeout=2.0).count == BLOCKS
         wait_until(lambda: rows(client)[0]["kept_bytes"] == 0, "its deadline has passed")
         with SyncClient(daemon.endpoint) as other:
             other.prefetch(KEYS, timeout=600)
