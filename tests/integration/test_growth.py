@@ -25,7 +25,7 @@ from transferd.wire.zmtp import properties
 
 PACKAGE = str(Path(transferd.__file__).parent) + "/"
 FEW, MANY = 64, 2048
-MOST, BESIDES = 1.5, 100  # times what it takes with few, and lines that come by themselves: heartbeats
+MOST, BESIDES = 1.5, 600  # times what it takes with few; a heartbeat and a report are 280 lines that come by themselves
 A_TASK = 256  # keys
 
 
