@@ -51,6 +51,7 @@ class Judge:
 
     names: dict[str, str]
     media: list[Medium]
+    unlisted: list[Medium]  # those that were not well when this life began, and have not served since
     bucket: SimBucket
     drained: set[str]
     through: bool
@@ -125,6 +126,12 @@ class Judge:
     def turns(self) -> list[tuple[int, int, bool]]:
         return [(medium.deaths, medium.returns, medium.good) for medium in self.media]
 
+    @property
+    def lists_unread(self) -> bool:
+        """Whether a disk may still bring orders that this life does not know, and that take what it stores now."""
+        self.unlisted = [medium for medium in self.unlisted if not medium.serves]
+        return bool(self.unlisted)
+
     def reads(self, key: str) -> bool:
         """Whether an object is being read on a disk now."""
         disks = [medium.disk for medium in self.media if self.plain and medium.disk is not None]
@@ -148,9 +155,14 @@ class Judge:
                 self.purged_at[key] = now
 
     def check_taken(
-        self, keys: Sequence[str], stored: set[str], before: Sequence[tuple[int, int, bool]], began: float
+        self,
+        keys: Sequence[str],
+        stored: set[str],
+        before: Sequence[tuple[int, int, bool]],
+        unlisted: bool,
+        began: float,
     ) -> None:
-        """A store has ended. before: the turns of the media when it began."""
+        """A store has ended. before, unlisted: the turns of the media, and `lists_unread`, when it began."""
         if not self.plain or any(self.purged_at.get(key, -1.0) >= began for key in keys):
             return
         change = [(dead - d, back - b) for (dead, back, _), (d, b, _) in zip(self.turns(), before, strict=True)]
@@ -167,7 +179,7 @@ class Judge:
             there = {medium: medium.deaths for medium in serving if medium.has(self.names[key])}
             held = turned or any(medium.has(self.names[key]) for medium in died)
             assert there or held, f"kept: {key} is stored, it says, and no disk has it"
-            self.kept[key] = there
+            self.kept[key] = {} if unlisted else there
 
     def note_answer(self, keys: Sequence[str]) -> None:
         """A store has ended: what it did not store, or has left meanwhile, is not present."""

@@ -128,6 +128,7 @@ class Node(Judge):
         for medium in self.media:  # a unit waits for its mounts (RequiresMountsFor=): no life knows of an earlier one's
             if medium.away or medium.hangs:
                 medium.come_back("same")
+        self.unlisted = [medium for medium in self.media if medium.unwell]
         self.found_at = self.loop.time()
         self.gone = 0, self.found_at
         self.came = set[str]().union(*(self.where(name) for name in self.levels if name != "memory"))

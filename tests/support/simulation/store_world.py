@@ -66,6 +66,7 @@ class Story(Node):
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
         self.reading = []
         self.latest: Sequence[str] = ()  # the keys of the latest store
+        self.removed: Sequence[str] = ()  # the keys of objects that were removed from outside at last
         self.purged: set[str] = set()
         self.purged_in_part: set[str] = set()  # of these, while a disk was away: a kill may forget it
         self.storing: Counter[str] = Counter()
@@ -119,21 +120,30 @@ class Story(Node):
             if what == "purge":  # beside what reads at one time and commits at another
                 for other in (self._read(), self._prefetch(), self._store()):
                     if other is not None and self.chance.random() < 0.5:
-                        self.working.add(self.loop.create_task(self._may_fail("read", other)))
+                        self._begin("read", other)
                 await asyncio.sleep(self.chance.choice([0.0, 0.005, 0.02, 0.05]))
             if what == "kill":
                 await work()
             else:
-                self.working.add(self.loop.create_task(self._may_fail(what, work)))
+                self._begin(what, work)
                 await asyncio.sleep(0)  # it begins
                 if what == "drain" and self.chance.random() < 0.5:
-                    await asyncio.sleep(0.003)  # the level is leaving
-                    self.working.add(self.loop.create_task(self._may_fail("store", self._store())))
+                    for _ in range(self.chance.randint(1, 4)):
+                        await asyncio.sleep(0.003)  # the level is leaving
+                        self._begin("store", self._store())
+        if what == "remove" and self.removed and self.chance.random() < 0.7:  # a read may notice it late
+            for key in self.removed:
+                self._begin("read", functools.partial(self.read, [key]))
+            await asyncio.sleep(self.chance.choice([0.01, 0.1, 0.3]))
+            self._begin("store", functools.partial(self.store, self.removed, shared=False))
         for task in [task for task in self.working if task.done()]:
             self.working.discard(task)
             task.result()
         if not self.first_is_well:
             self.calm = self.loop.time()
+
+    def _begin(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
+        self.working.add(self.loop.create_task(self._may_fail(what, work)))
 
     async def _may_fail(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
         """Its daemon may be killed, and what it asks for may be refused."""
@@ -167,7 +177,7 @@ class Story(Node):
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life, before = self.lives, self.turns()
+        life, before, unlisted = self.lives, self.turns(), self.lists_unread
         self.present.update(self.names[key] for key in keys)  # it may leave before the answer
         for key, block in zip(keys, own, strict=True):
             blocks.fill(block, key)
@@ -192,7 +202,7 @@ class Story(Node):
         self.check_stored(stored, began, shared=shared)
         self.note_answer(keys)
         if not given_up:
-            self.check_taken(keys, stored, before, began)
+            self.check_taken(keys, stored, before, unlisted, began)
         self.own.update(dict.fromkeys(stored, began))
         if (
             result.status is Status.EXPIRED
@@ -438,9 +448,12 @@ class Story(Node):
             self.bucket.gone[name] = self.loop.time()
 
     def _remove(self) -> None:
+        self.removed = ()
         if (medium := self.medium()) is not None:
-            self.forget(key := self.chance.choice(self.keys))
-            medium.remove(self.names[key])
+            self.removed = self.latest or [self.chance.choice(self.keys)]
+            for key in self.removed:
+                self.forget(key)
+                medium.remove(self.names[key])
 
     def _reload(self) -> None:
         self.harmed()
