@@ -23,7 +23,9 @@ from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome,
 from transferd.storage.mooncake import MooncakeStorage, client, error_codes
 from transferd.storage.mooncake import native_calls as merger
 from transferd.storage.mooncake import store as store_module
+from transferd.storage.mooncake.join import DIAL_INTERVAL_S
 from transferd.storage.mooncake.native_calls import CallKind
+from transferd.storage.mooncake.peers import ASK_AGAIN_S, PROBE_S
 
 Start = Callable[..., Any]
 
@@ -486,11 +488,12 @@ async def test_a_call_that_waited_for_a_thread_while_the_breaker_opened_is_not_m
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long buffers were held back, without waiting for it."""
+    beside = {store_module.HEARTBEAT_S, DIAL_INTERVAL_S, PROBE_S, ASK_AGAIN_S}  # other things wait, too
     held: list[float] = []
     really = asyncio.sleep
 
     async def sleep(seconds: float) -> None:
-        if seconds == store_module.HEARTBEAT_S:
+        if seconds in beside:
             await really(seconds)
         else:
             held.append(seconds)
