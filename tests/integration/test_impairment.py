@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.impairment import Cable, End, Impairment, netem_cable, netem_is_there, tap_cable
+from tests.support.nodes import subnet
 from tests.support.waits import wait_until
 
 PORT = 4711
@@ -84,8 +85,7 @@ class Peer:
 def connected(kind: object, seed: int = 1) -> Iterator[Peer]:
     number = next(_numbers)
     device = f"tfi{os.getpid() % 100000}n{number}"
-    # Of this process: other ones lay cables at the same time.
-    own, other = (f"10.213.{os.getpid() % 250}.{4 * (number % 60) + host}" for host in (1, 2))
+    own, other = (f"10.213.{subnet()}.{4 * (number % 60) + host}" for host in (1, 2))
     with contextlib.ExitStack() as stack:
         holder = stack.enter_context(subprocess.Popen(["unshare", "--net", "cat"], stdin=-1, stdout=-1))
         assert holder.stdin is not None

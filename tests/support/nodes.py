@@ -82,7 +82,7 @@ def _connected(number: int, pid: int, seed: int | None) -> Iterator[Namespace]:
 
     Its name and addresses are of this process and not used twice: the kernel takes its time to remove a namespace.
     """
-    here, there = (f"10.{214 + number // 60 % 40}.{_subnet()}.{4 * (number % 60) + host}" for host in (1, 2))
+    here, there = (f"10.{214 + number // 60 % 40}.{subnet()}.{4 * (number % 60) + host}" for host in (1, 2))
     name = f"tfd{os.getpid() % 100000}n{number}"
     inside = ("nsenter", f"--net=/proc/{pid}/ns/net")
     with contextlib.ExitStack() as stack:
@@ -100,7 +100,7 @@ def _connected(number: int, pid: int, seed: int | None) -> Iterator[Namespace]:
 
 
 @functools.cache
-def _subnet() -> int:
+def subnet() -> int:
     """The third part of this process's addresses: two processes with one would reach each other's nodes."""
     own = own_number("subnet", 250)
     return os.getpid() % 250 if own is None else own
