@@ -206,6 +206,7 @@ def test_a_daemon_that_stands_still_does_not_count_as_free(tmp_path: Path, monke
 
         def stop(*given: Any) -> None:
             same(*given)
+            monkeypatch.setattr(companion, "ANSWER_TIMEOUT_S", 0.5)
             os.kill(pid, signal.SIGSTOP)
 
         monkeypatch.setenv("TRANSFERD_ENDPOINT", daemon.endpoint)
