@@ -147,7 +147,7 @@ vllm-check: ## the adapter under vLLM's own engine on the CPU; sets up an enviro
 vllm-gains: ## what vLLM gains, measured and written to docs/vllm_details.md; wants a quiet machine (6 minutes)
 	$(PYTHON) -m tests.machine.with_vllm.check --gains
 
-upgrade-check: $(TEST_STAMP) ## 0.3.0, this and 0.3.0 again as the pages say, on a throw-away machine; root. With `make deb` before: the package, too
+upgrade-check: $(TEST_STAMP) ## the last release, this and the last one again as the pages say, on a throw-away machine; root. With `make deb` before: the package, too
 	UPGRADE=whole $(BIN)/python -m pytest tests/machine/upgrade
 
 clean: ## remove what these targets made

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RELEASE = "0.4.0"  # the next release, or, if RELEASED, the last one
-RELEASED = True  # the commit "release: X.Y.Z" sets it
+RELEASE = "0.5.0"  # the next release, or, if RELEASED, the last one
+RELEASED = False  # the commit "release: X.Y.Z" sets it
 
 BUILD = "build"  # beside this file in a wheel: the name of the build
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.machine.systemd.machine import Machine, obstacle
-from tests.machine.upgrade.builds import RELEASED, ROOT, VERSION, exported, missing
+from tests.machine.upgrade.builds import LAST, ROOT, exported
 
 SOURCES = "/srv"  # of both versions, their wheels and what these need
 CAPACITY = "8MiB"  # of the store
@@ -45,10 +45,10 @@ def page(tree: Path, section: str) -> str:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """old/, new/: trees. house/: wheels of both, and of all that they need."""
-    if why := missing() or obstacle():
+    if why := LAST.missing() or obstacle():
         pytest.skip(why)
     work = tmp_path_factory.mktemp("sources")
-    for name, commit in (("old", RELEASED), ("new", "HEAD")):
+    for name, commit in (("old", LAST.commit), ("new", "HEAD")):
         (work / name).mkdir()
         exported(commit, work / name)
         pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(work / "house"), "setuptools>=77"]
@@ -119,21 +119,21 @@ def test_up_and_down_again_by_the_pages(host: Host) -> None:
     by_hand = page(new, UPGRADE)
     steps = by_hand.splitlines(keepends=True)
     host.type(steps[0], "new")
-    assert (host.installed(), host.serving()) != (VERSION, VERSION)
+    assert (host.installed(), host.serving()) != (LAST.wheel, LAST.wheel)
     told = host.type("transferd ping")
-    assert f"the daemon is {VERSION}, this command {host.installed()}: restart the daemon" in told
+    assert f"the daemon is {LAST.wheel}, this command {host.installed()}: restart the daemon" in told
     told = host.type("".join(steps[1:]), "new")
     assert "restart the daemon" not in told
-    assert host.serving() == host.installed() != VERSION
+    assert host.serving() == host.installed() != LAST.wheel
     after = host.engine("read", 0, WRITTEN)
     assert after <= before
     assert len(after) >= 0.9 * len(before)
 
     host.type(page(new, ROLLBACK), "house")
-    assert host.serving() == VERSION
+    assert host.serving() == LAST.wheel
     assert host.engine("read", 0, WRITTEN) == after
     host.type(by_hand, "new")
-    assert host.serving() == host.installed() != VERSION
+    assert host.serving() == host.installed() != LAST.wheel
     assert host.engine("read", 0, WRITTEN) == after
 
 
@@ -153,7 +153,7 @@ def test_from_an_installation_by_hand_to_the_package_and_to_the_last_release(hos
     install = page(old, INSTALL).replace("python3 -m venv", "rm -f /usr/bin/transferd; python3 -m venv", 1)
     host.type(install, "old")
     host.small()
-    assert host.serving() == VERSION
+    assert host.serving() == LAST.wheel
     assert host.engine("read", 0, WRITTEN) == before
 
 

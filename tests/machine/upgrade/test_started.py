@@ -1,4 +1,4 @@
-"""The store of a daemon that FastDeploy's plugin of the last release started: this version's plugin finds it again.
+"""The store of a daemon that FastDeploy's plugin of an earlier release started: this version's plugin finds it again.
 
 The plugin names a daemon's directory after its settings. Each version knows settings that the one before did not.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.machine.upgrade.builds import RELEASED, ROOT, exported, missing
+from tests.machine.upgrade.builds import RELEASES, ROOT, Release, exported
 from tests.machine.upgrade.engine import LAYOUT
 from transferd.adapters.fastdeploy.companion import _to_start
 
@@ -29,11 +29,12 @@ made.close()
 """
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if why := missing():
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.tree)
+def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    release: Release = request.param
+    if why := release.missing():
         pytest.skip(why)
-    return exported(RELEASED, tmp_path_factory.mktemp("released"))
+    return exported(release.commit, tmp_path_factory.mktemp("released"))
 
 
 def asked(ownership: str, **more: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def of(tree: Path, place: Path, sections: dict[str, Any], *words: str, **more: s
 
 
 @pytest.mark.parametrize("ownership", ["attach", "create"])
-def test_a_store_of_the_last_release_is_found_again(released: Path, tmp_path: Path, ownership: str) -> None:
+def test_a_store_of_a_release_is_found_again(released: Path, tmp_path: Path, ownership: str) -> None:
     mine = asked(ownership)
     before, stored = of(released, tmp_path, mine, "write", "0", "8")
     assert stored == set(range(8))
@@ -72,7 +73,7 @@ def test_a_store_of_the_last_release_is_found_again(released: Path, tmp_path: Pa
         assert (there, found) == (before, set(range(first + 8))), "up, down and up again: one store"
 
 
-def test_a_store_of_the_last_release_becomes_that_of_one_daemon(
+def test_a_store_of_a_release_becomes_that_of_one_daemon(
     released: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, _ = of(released, tmp_path, asked("attach"), "write", "0", "1")
@@ -83,7 +84,7 @@ def test_a_store_of_the_last_release_becomes_that_of_one_daemon(
         made.close()
         return str(made.directory)
 
-    assert found(asked("attach"), "ipc:///elsewhere") != before, "0.3.0 had another one there"
+    assert found(asked("attach"), "ipc:///elsewhere") != before, "a daemon at another address is another daemon"
     assert found(asked("create", device_blocks=32)) != before
     assert found(asked("attach", device_blocks=32)) == before, "a shared daemon serves caches of every size"
     monkeypatch.setenv("TRANSFERD_STORAGE__FILE__CAPACITY", "1GiB")

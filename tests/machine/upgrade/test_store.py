@@ -1,4 +1,4 @@
-"""A full store of the last release, read and written by this version, and by the last release again; bytes compared.
+"""A full store of an earlier release, read and written by this version, and by that release again; bytes compared.
 
 Both run as trees beside each other, in this environment. test_machine.py installs both as the pages say.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.machine.upgrade.builds import RELEASED, ROOT, VERSION, exported, missing
+from tests.machine.upgrade.builds import RELEASES, ROOT, Release, exported
 from transferd.client import launch
 from transferd.client.sync_client import SyncClient
 from transferd.config.toml import to_toml
@@ -35,19 +35,21 @@ BLOCK = 2 * 2 * 2 * 64 * 128 * 2  # bytes: ranks, planes, layers, head_dim, toke
 HELD = 32  # about as many blocks as the store holds
 
 
-@pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if why := missing():
+@pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.tree)
+def released(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A release's version and its tree."""
+    release: Release = request.param
+    if why := release.missing():
         pytest.skip(why)
-    return exported(RELEASED, tmp_path_factory.mktemp("released"))
+    return release.tree, exported(release.commit, tmp_path_factory.mktemp("released"))
 
 
 class Node:
     """A store on disk, and whichever version serves it."""
 
-    def __init__(self, released: Path, directory: Path) -> None:
+    def __init__(self, released: tuple[str, Path], directory: Path) -> None:
         self._directory = directory
-        self._trees = {VERSION: released, THIS: ROOT}
+        self._trees = dict([released, (THIS, ROOT)])
         self._starts = 0
         self.one_disk = self._tree({"path": str(directory / "a"), "capacity": HELD * BLOCK})
 
@@ -56,7 +58,7 @@ class Node:
 
     @property
     def disks_and_levels(self) -> dict[str, Any]:
-        """What the last release does not know: a second disk, and a level of memory above both."""
+        """What 0.3.0 does not know: a second disk, and a level of memory above both."""
         tree = self._tree({"path": [str(self._directory / "a"), str(self._directory / "b")], "capacity": HELD * BLOCK})
         tree["storage"] |= {"levels": ["memory", "file"], "memory": {"capacity": 8 * BLOCK}}
         tree["storage"]["level"] = {"file": {"write": "through"}}
@@ -85,14 +87,14 @@ class Node:
         return set(json.loads(done.stdout))
 
 
-def test_up_and_down_again_with_a_full_store_pins_disks_and_levels(released: Path, tmp_path: Path) -> None:
-    node = Node(released, tmp_path)
-    with node.serving(VERSION, node.one_disk) as daemon:
-        before = node.engine(VERSION, daemon, "write 0 128 read 0 128")
+def test_up_and_down_again_with_a_full_store_pins_disks_and_levels(released: tuple[str, Path], tmp_path: Path) -> None:
+    node, (old, _) = Node(released, tmp_path), released
+    with node.serving(old, node.one_disk) as daemon:
+        before = node.engine(old, daemon, "write 0 128 read 0 128")
         assert 0 < len(before) < 4 * HELD, "the store is full"
 
     with node.serving(THIS, node.one_disk) as daemon:
-        after = node.engine(VERSION, daemon, "read 0 128")  # an engine that is not upgraded yet
+        after = node.engine(old, daemon, "read 0 128")  # an engine that is not upgraded yet
         assert after <= before
         assert len(after) >= 0.9 * len(before), "this version counts what the file system allocates: up to 4 KiB more"
         kept, purged = sorted(after)[:2], sorted(after)[-2:]
@@ -108,12 +110,12 @@ def test_up_and_down_again_with_a_full_store_pins_disks_and_levels(released: Pat
         newest = set(range(208, 224))
         assert newest <= found, "two disks hold more than one"
 
-    with node.serving(VERSION, node.one_disk) as daemon:
-        back = node.engine(VERSION, daemon, "read 0 240")
-        assert back, "the first disk's objects are the last release's, too"
+    with node.serving(old, node.one_disk) as daemon:
+        back = node.engine(old, daemon, "read 0 240")
+        assert back, "the first disk's objects are that release's, too"
         assert back <= found
         assert not set(purged) & back
-        node.engine(VERSION, daemon, "write 224 16")
+        node.engine(old, daemon, "write 224 16")
     with node.serving(THIS, node.disks_and_levels) as daemon:
         again = node.engine(THIS, daemon, "read 0 240")
         assert again >= set(range(224, 240)), "what it stored meanwhile"
@@ -121,11 +123,11 @@ def test_up_and_down_again_with_a_full_store_pins_disks_and_levels(released: Pat
         assert not set(purged) & again
 
 
-def test_the_last_release_refuses_what_it_does_not_know_and_names_it(released: Path, tmp_path: Path) -> None:
-    node = Node(released, tmp_path)
+def test_a_release_refuses_what_it_does_not_know_and_names_it(released: tuple[str, Path], tmp_path: Path) -> None:
+    node, (_, tree) = Node(released, tmp_path), released
     config = tmp_path / "new.toml"
-    config.write_text(to_toml(node.disks_and_levels))
-    at = ["env", f"--chdir={released}", f"PYTHONPATH={released}", sys.executable, "-m", "transferd"]
+    config.write_text(to_toml(node.one_disk | {"storage": {"file": {"of_tomorrow": 1}}}))
+    at = ["env", f"--chdir={tree}", f"PYTHONPATH={tree}", sys.executable, "-m", "transferd"]
     done = subprocess.run([*at, "check-config", "--config", str(config)], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "storage.level" in done.stderr
+    assert "storage.file.of_tomorrow" in done.stderr
