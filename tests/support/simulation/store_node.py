@@ -41,6 +41,7 @@ ROOMY = 1000  # objects: no object is evicted
 ENGINES, EACH = ("a", "b"), 7
 PACE = ThreadFaults(latency=Latency(0.001, 0.02, slow=0.03, factor=100.0))
 CALM = ThreadFaults(latency=Latency(0.001, 0.02))
+LATE = ThreadFaults(latency=Latency(0.05, 1.0))
 MAX_AGE_S, RECHECK_S = 40.0, 30.0
 
 

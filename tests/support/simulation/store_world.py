@@ -28,10 +28,11 @@ import msgspec
 
 from tests.support.simulation.bucket import REFUSALS, simulated
 from tests.support.simulation.campaign import command
+from tests.support.simulation.faults import ThreadFaults
 from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.simulation.medium import Medium, section_of
 from tests.support.simulation.store_judge import Reading
-from tests.support.simulation.store_node import CALM, EACH, ENGINES, OBJECT, ROOMY, Node
+from tests.support.simulation.store_node import CALM, EACH, ENGINES, LATE, OBJECT, PACE, ROOMY, Node
 from transferd.config.size import Size
 from transferd.daemon import health
 from transferd.errors import Closed, TransferError
@@ -132,15 +133,22 @@ class Story(Node):
                         await asyncio.sleep(0.003)  # the level is leaving
                         self._begin("store", self._store())
         if what == "remove" and self.removed and self.chance.random() < 0.7:  # a read may notice it late
+            self.pace(LATE)
             for key in self.removed:
                 self._begin("read", functools.partial(self.read, [key]))
             await asyncio.sleep(self.chance.choice([0.01, 0.1, 0.3]))
+            self.pace(PACE)
             self._begin("store", functools.partial(self.store, self.removed, shared=False))
         for task in [task for task in self.working if task.done()]:
             self.working.discard(task)
             task.result()
         if not self.first_is_well:
             self.calm = self.loop.time()
+
+    def pace(self, faults: ThreadFaults) -> None:
+        """How fast threads are from now on."""
+        for crew in self.crews:
+            crew.faults = faults
 
     def _begin(self, what: str, work: Callable[[], Awaitable[object]]) -> None:
         self.working.add(self.loop.create_task(self._may_fail(what, work)))
@@ -480,8 +488,7 @@ class Story(Node):
         for medium in self.media:
             if medium.unwell:
                 medium.come_back("same")
-        for crew in self.crews:
-            crew.faults = CALM
+        self.pace(CALM)
         self.loop.note("all is well")
         await every(self.working)
         self.working.clear()
