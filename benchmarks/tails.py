@@ -3,8 +3,9 @@
     python -m benchmarks.tails [--rounds 5] [--count 2000] [--format json] [--save]
 
 Four clients in another process write blocks of 2 MiB as fast as they can; each has LANES tasks of FLOOD_BLOCKS blocks
-under way. The quiet client has one call under way. Rounds alone and beside the flood take turns in one run, on a store
-of files and on one of memory. The bar of issue "Fast on slow memory, too" is 5 x alone for each p99.
+under way. The quiet client has one call under way. It is measured alone, beside a flood of another daemon, which is
+what a flood costs whoever uses this machine, and beside a flood of its own daemon. These take turns in one run, on a
+store of files and on one of memory. The bar of issue "Fast on slow memory, too" is 5 x alone for each p99.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.engines import RESULTS, Flood, engine, flood_when_told
 from transferd import Client, ReadStorageTask, Status, SwapOutTask, WriteStorageTask
 from transferd.cli.bench.harness import Row, machine, print_report, report, row
-from transferd.client.launch import running
+from transferd.client.launch import DaemonProcess, running
 
 BLOCKS = 64
 LAYOUT = {"layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": BLOCKS}
@@ -83,12 +84,12 @@ async def timed(call: Callable[[Client], Awaitable[None]], client: Client, count
     return took
 
 
-async def measure(store: str, endpoint: str, rounds: int, count: int) -> list[Row]:
-    """count: calls of each kind beside a flood in all."""
-    alone: dict[str, list[list[float]]] = {name: [] for name in CALLS}
-    beside: dict[str, list[list[float]]] = {name: [] for name in CALLS}
-    rates = []
-    flooding = await Flood.start(endpoint, ("-m", "benchmarks.tails"))
+async def measure(store: str, endpoint: str, other: str, rounds: int, count: int) -> list[Row]:
+    """other: the endpoint of another daemon. count: calls of each kind in each place, in all."""
+    floods = {"of another daemon": other, "of its daemon": endpoint}
+    took: dict[str, dict[str, list[list[float]]]] = {place: {name: [] for name in CALLS} for place in ("", *floods)}
+    rates: dict[str, list[float]] = {place: [] for place in floods}
+    flooding = {place: await Flood.start(where, ("-m", "benchmarks.tails")) for place, where in floods.items()}
     async with own(endpoint, "quiet") as (client, _):
         task = WriteStorageTask(task_id="w", keys=["quiet"], gpu_block_ids=[0])
         assert (stored := await client.submit(task)).status is Status.OK, stored
@@ -96,42 +97,55 @@ async def measure(store: str, endpoint: str, rounds: int, count: int) -> list[Ro
         for call in CALLS.values():
             await timed(call, client, 50)
         for _ in range(rounds):
-            for name, call in CALLS.items():
-                alone[name].append(await timed(call, client, count // rounds))
-            await flooding.go()
-            await asyncio.sleep(1.0)
-            for name, call in CALLS.items():
-                beside[name].append(await timed(call, client, count // rounds))
-            rates.append(await flooding.stop())
-    await flooding.end()
+            for place in took:
+                if place:
+                    await flooding[place].go()
+                    await asyncio.sleep(1.0)
+                for name, call in CALLS.items():
+                    took[place][name].append(await timed(call, client, count // rounds))
+                if place:
+                    rates[place].append(await flooding[place].stop())
+    for running_flood in flooding.values():
+        await running_flood.end()
     rows = []
     for name in CALLS:
         for part, title in ((98, "p99"), (49, "p50")):
-            quiet, loud = ([statistics.quantiles(one, n=100)[part] for one in each[name]] for each in (alone, beside))
-            rows.append(row(f"{store}: {name}, {title} alone", quiet, "ms", 1.0, "ms"))
-            times = [one / statistics.median(quiet) for one in loud]
-            rows.append(row(f"{store}: {name}, {title} beside a flood", times, "x", TIMES, "x alone at most"))
-    rows.append(row(f"{store}: the flood", rates, "MiB/s", statistics.median(rates), "MiB/s"))
+            of = {place: [statistics.quantiles(one, n=100)[part] for one in took[place][name]] for place in took}
+            rows.append(row(f"{store}: {name}, {title} alone", of[""], "ms", 1.0, "ms"))
+            for place in floods:
+                times = [one / statistics.median(of[""]) for one in of[place]]
+                what = f"{store}: {name}, {title} beside a flood {place}"
+                rows.append(row(what, times, "x", TIMES, "x alone at most"))
+    for place, each in rates.items():
+        rows.append(row(f"{store}: the flood {place}", each, "MiB/s", statistics.median(each), "MiB/s"))
     return rows
 
 
 async def main(rounds: int, count: int) -> list[Row]:
     rows = []
     for store, section in STORES.items():
-        with tempfile.TemporaryDirectory(prefix="transferd-tails-") as directory:
-            storage = dict(section)
-            if store == "file":
-                storage["file"] = storage["file"] | {"path": f"{directory}/store"}
-            tree = {"storage": storage, "engines": {"devices": ["shm"]}, "host": {"staging": "128MiB"}}
-            with running(tree, Path(directory)) as daemon:
-                rows += await measure(store, daemon.endpoint, rounds, count)
+        with contextlib.ExitStack() as stack:
+            daemons = [stack.enter_context(daemon(store, section)) for _ in range(2)]
+            rows += await measure(store, daemons[0].endpoint, daemons[1].endpoint, rounds, count)
     return rows
+
+
+@contextlib.contextmanager
+def daemon(store: str, section: dict[str, Any]) -> Iterator[DaemonProcess]:
+    """A daemon with a store of its own."""
+    with tempfile.TemporaryDirectory(prefix="transferd-tails-") as directory:
+        storage = dict(section)
+        if store == "file":
+            storage["file"] = storage["file"] | {"path": f"{directory}/store"}
+        tree = {"storage": storage, "engines": {"devices": ["shm"]}, "host": {"staging": "128MiB"}}
+        with running(tree, Path(directory)) as one:
+            yield one
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--count", type=int, default=2000, help="calls of each kind, alone and beside the flood")
+    parser.add_argument("--count", type=int, default=2000, help="calls of each kind, alone and beside each flood")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--save", action="store_true", help="write results/tails.json")
     parser.add_argument("--flood", help=argparse.SUPPRESS)
