@@ -86,7 +86,7 @@ def test_two_effects_on_one_name_are_a_bug() -> None:
         effects.occupy(["c"], one)
         with pytest.raises(AssertionError):
             effects.occupy(["b"], other)
-        effects.vacate(["a", "b", "c"], one)
+        effects.vacate(one)
         assert (effects.busy, one.done(), other.done()) == ({}, True, False)
 
     simulate(story, 1)

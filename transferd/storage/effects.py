@@ -32,6 +32,7 @@ class Effects:
 
     def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
         self.busy: dict[str, asyncio.Future[None]] = {}
+        self._names: dict[asyncio.Future[None], list[str]] = {}  # the same the other way round
         self._threads = threads
         self._shares = shares
         self._quick = quick
@@ -42,10 +43,11 @@ class Effects:
         for name in names:
             assert name not in self.busy or self.busy[name] is done, name
             self.busy[name] = done
+            self._names.setdefault(done, []).append(name)
 
-    def vacate(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
-        """The effect on these names has ended, unless it had before: no other names wait for `done`."""
-        for name in names:
+    def vacate(self, done: asyncio.Future[None]) -> None:
+        """The effect has ended on all its names, unless it had on some before."""
+        for name in self._names.pop(done, ()):
             if self.busy.get(name) is done:
                 del self.busy[name]
         done.set_result(None)
@@ -104,7 +106,7 @@ class Effects:
                     errors = await self.run(Direction.OUT, names, attempt)
                 return ended({name: error for name, error in zip(names, errors, strict=True) if error is not None})
             finally:
-                self.vacate(names, done)
+                self.vacate(done)
 
         task = asyncio.ensure_future(leave())
         self._background.add(task)

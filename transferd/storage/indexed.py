@@ -345,7 +345,6 @@ class IndexedStorage(Index, Storage):
         """Write all, record each outcome, then release their names."""
         done = batch.written
         assert done is not None
-        occupied = {name for name, future in self._effects.busy.items() if future is done}
         unsettled = {write.item.name for write in wave}
         leaving = []
         write_run = functools.partial(self._write_run, batch)
@@ -359,16 +358,14 @@ class IndexedStorage(Index, Storage):
                     await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
-                    more = [victim.name for victim in write.victims]
-                    self._effects.occupy(more, done)
-                    occupied.update(more)
+                    self._effects.occupy([victim.name for victim in write.victims], done)
             for write in wave:
                 unsettled.remove(write.item.name)
                 leaving += self._settle(write)
         finally:
             for name in unsettled:  # only after a bug in an effect
                 self._index.release(name)
-            self._effects.vacate(occupied, done)
+            self._effects.vacate(done)
             self._evict_in_background(leaving)
         batch.outcomes.update((write.position, self._stored(write)) for write in wave)
         self._wrote()
