@@ -22,7 +22,8 @@ from tests.machine.upgrade.builds import LAST, ROOT, exported
 
 SOURCES = "/srv"  # of both versions, their wheels and what these need
 CAPACITY = "8MiB"  # of the store
-WRITTEN = 64  # more blocks than it holds
+RANKS = 4  # of the engine
+WRITTEN = 64  # more of its blocks than it holds
 INSTALL, UPGRADE, BY_PACKAGE, ROLLBACK, UNINSTALL = "systemd", "Upgrade", "to the package", "Rollback", "Uninstall"
 
 pytestmark = [
@@ -79,14 +80,15 @@ class Host:
         return self.machine.run("journalctl", "--no-pager", "-n30", "-u", "transferd", check=False).stdout
 
     def small(self) -> None:
-        """The packaged configuration with a store that is soon full, and memory of the daemon's own for an engine."""
+        """The packaged configuration with a store that is soon full."""
         text = (self.sources / "old/systemd/transferd.toml").read_text().replace('"64GiB"', f'"{CAPACITY}"')
         (self.machine.root / "etc/transferd/transferd.toml").write_text(text)
         self.type("systemctl restart transferd; transferd ping --ready --timeout 60")
 
     def engine(self, what: str, first: int, count: int) -> set[int]:
         endpoint = "ipc:///run/transferd/transferd.sock"
-        told = self.type(f"/opt/transferd/bin/python {SOURCES}/engine.py {endpoint} {what} {first} {count}")
+        words = f"register {RANKS} 0 {what} {first} {count}"
+        told = self.type(f"/opt/transferd/bin/python {SOURCES}/engine.py {endpoint} {words}")
         return set(json.loads(told.splitlines()[-1]))
 
     def serving(self) -> str:
