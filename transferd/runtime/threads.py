@@ -209,15 +209,11 @@ class Turns:
 
 
 class Crew:
-    """A fixed number of threads that serve functions in turns of their owners. Owns them until `close`.
+    """A fixed number of threads that serve functions in turns of their owners. Owns them until `close`."""
 
-    most_waiting: how many functions may wait for a thread; None for no limit.
-    """
-
-    def __init__(self, name: str, size: int, *, most_waiting: int | None = None) -> None:
+    def __init__(self, name: str, size: int) -> None:
         self.name = name
         self._size = size
-        self._most_waiting = most_waiting
         self._queue = Turns()
         self._threads: list[threading.Thread] = []
         self._running: dict[str, tuple[object, float]] = {}  # by a thread's name: what, and since when
@@ -236,10 +232,8 @@ class Crew:
             raise
 
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
-        """A future of the function's result. Raises NoThreads, Closed or queue.Full; then the function never runs."""
+        """A future of the function's result. Raises NoThreads or Closed, and then the function never runs."""
         self.open()
-        if self._most_waiting is not None and self._queue.qsize() >= self._most_waiting:
-            raise queue.Full
         work = Work(function, what)
         if (notes := noted.get()) is not None:
             notes.append(work)

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import functools
 import importlib
-import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -400,11 +399,10 @@ class SerialExecutor(Crew):
     """A crew of one thread, which runs calls in the order of their arrival, with a bound on those that wait."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(name, 1, most_waiting=MOST_WAITING)
+        super().__init__(name, 1)
 
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
         """Like Crew.run. Raises StorageUnavailable if MOST_WAITING calls already wait: the running one must hang."""
-        try:
-            return super().run(function, what)
-        except queue.Full:
-            raise StorageUnavailable(f"{self.name}: a call hangs and {MOST_WAITING} more wait behind it") from None
+        if self._queue.qsize() >= MOST_WAITING:
+            raise StorageUnavailable(f"{self.name}: a call hangs and {MOST_WAITING} more wait behind it")
+        return super().run(function, what)
