@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from transferd.tiers import segment as large_pages
+from transferd.tiers.populate import libc
 from transferd.tiers.segment import LARGE_PAGE, PREFIX, SharedMapping, SharedSegment, attach_arrays
 
 NBYTES = 5 * LARGE_PAGE + 3 * mmap.PAGESIZE  # its last large page is not complete
@@ -38,7 +39,7 @@ def makes_large_pages() -> bool:
     try:
         os.posix_fallocate(fd, 0, LARGE_PAGE)
         mapping = SharedMapping(fd, LARGE_PAGE)
-        done: bool = large_pages._libc.madvise(mapping.address, LARGE_PAGE, large_pages._MADV_COLLAPSE) == 0
+        done: bool = libc.madvise(mapping.address, LARGE_PAGE, large_pages._MADV_COLLAPSE) == 0
         mapping.close()
         return done
     finally:
@@ -100,7 +101,7 @@ def test_memory_is_complete_where_the_kernel_makes_no_large_pages(monkeypatch: p
         asked.append((nbytes, advice))
         return -1
 
-    monkeypatch.setattr(large_pages._libc, "madvise", refuse)
+    monkeypatch.setattr(libc, "madvise", refuse)
     segment = SharedSegment(name("small"), 64 * 1024**2, create=True)
     try:
         assert asked == [(32 * 1024**2, large_pages._MADV_COLLAPSE)], "it asks once, not for every piece"
@@ -111,7 +112,7 @@ def test_memory_is_complete_where_the_kernel_makes_no_large_pages(monkeypatch: p
 
 
 def test_memory_is_mapped_where_no_aligned_range_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_pages._libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
+    monkeypatch.setattr(libc, "mmap", lambda *_: ctypes.c_void_p(-1).value)
     segment = SharedSegment(name("unaligned"), NBYTES, create=True)
     try:
         assert allocated(segment) >= NBYTES

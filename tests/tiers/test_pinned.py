@@ -20,7 +20,6 @@ from transferd.daemon.daemon import Daemon
 from transferd.errors import InvariantError, TierError
 from transferd.tiers import pinned, populate
 from transferd.tiers import pinned as numa
-from transferd.tiers import pinned as pinning
 from transferd.tiers.cuda.pinning import is_registered
 from transferd.tiers.pinned import HostPool, HostRegion, node_of_pci, prefer_node
 
@@ -304,7 +303,7 @@ def test_views_that_are_garbage_are_freed_even_if_another_thread_is_collecting(m
 
 def test_populating_and_locking_pages_release_pythons_lock() -> None:
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
-    for call in (populate._libc.madvise, pinning._libc.mlock, pinning._libc.munlock):
+    for call in (populate.libc.madvise, populate.libc.mlock, populate.libc.munlock):
         assert not call._flags_ & holds_the_lock
 
 
@@ -334,7 +333,7 @@ def test_a_process_that_ends_makes_no_more_pages(monkeypatch: pytest.MonkeyPatch
 def test_an_older_kernel_has_its_pages_written_and_no_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     region = HostRegion(4096)
     for code, raises in ((errno.EINVAL, False), (errno.ENOMEM, True)):
-        monkeypatch.setattr(populate._libc, "madvise", lambda *_: -1)
+        monkeypatch.setattr(populate.libc, "madvise", lambda *_: -1)
         monkeypatch.setattr(ctypes, "get_errno", lambda code=code: code)
         if raises:
             with pytest.raises(TierError, match="ENOMEM"):

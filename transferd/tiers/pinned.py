@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import gc
 import math
 import mmap
@@ -23,7 +22,7 @@ import structlog
 
 from transferd.blocks.layout.base import Arena, BlockLayout, align
 from transferd.errors import InvariantError, TierError
-from transferd.tiers.populate import PROGRESS, give_back, pieces_of, populate
+from transferd.tiers.populate import PROGRESS, give_back, last_error, libc, pieces_of, populate
 
 log = structlog.get_logger(__name__)
 
@@ -57,16 +56,15 @@ class MemoryLock:
 
     def pin(self, address: int, nbytes: int) -> str:
         for at, length in pieces_of(address, nbytes):
-            if _libc.mlock(at, length) != 0:
-                code = ctypes.get_errno()
-                _libc.munlock(address, at - address)
-                problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+            if libc.mlock(at, length) != 0:
+                problem = last_error()
+                libc.munlock(address, at - address)
                 return f"{problem}; raise RLIMIT_MEMLOCK (LimitMEMLOCK=infinity in the unit)"
         return ""
 
     def unpin(self, address: int, nbytes: int) -> None:
         for at, length in pieces_of(address, nbytes):
-            _libc.munlock(at, length)
+            libc.munlock(at, length)
 
 
 MEMORY_LOCK = MemoryLock()
@@ -240,9 +238,8 @@ class HostPool:
         return {"blocks": self.arena.geometry.blocks, "bytes": nbytes, "pinned": self.memory.pinned}
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+libc.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 _MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
@@ -268,10 +265,9 @@ def prefer_node(address: int, nbytes: int, node: int) -> str:
     mask = (ctypes.c_uint64 * words)()
     mask[node // 64] = 1 << (node % 64)
     arguments = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_MPOL_PREFERRED))
-    if _libc.syscall(*arguments, mask, ctypes.c_ulong(words * 64 + 1), ctypes.c_uint(0)) == 0:
+    if libc.syscall(*arguments, mask, ctypes.c_ulong(words * 64 + 1), ctypes.c_uint(0)) == 0:
         return ""
-    code = ctypes.get_errno()
-    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+    return last_error()
 
 
 def cpus_of_node(node: int, sysfs: Path = Path("/sys/devices/system/node")) -> list[int]:
@@ -293,7 +289,7 @@ def nodes_of_pages(addresses: Sequence[int]) -> list[int]:
     pages = (ctypes.c_void_p * count)(*addresses)
     status = (ctypes.c_int * count)()
     arguments = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_ulong(count), pages, None, status, ctypes.c_int(0))
-    return list(status) if _libc.syscall(*arguments) == 0 else []
+    return list(status) if libc.syscall(*arguments) == 0 else []
 
 
 def placement(address: int, nbytes: int, node: int, samples: int = 64) -> str:

@@ -26,8 +26,14 @@ THREADS = 8  # more would contend for the kernel's own locks
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; asm-generic/mman-common.h
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+libc = ctypes.CDLL(None, use_errno=True)
+libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def last_error() -> str:
+    """Why the last call of `libc` in this thread has failed, in words."""
+    code = ctypes.get_errno()
+    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
 
 
 class Progress:
@@ -71,7 +77,7 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
     """
     if nbytes > (room := memory_left()):
         raise TierError(f"cannot allocate {nbytes} bytes of host memory: there is room for {room}", code="no_room")
-    _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
+    libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # copies of scattered blocks then miss the TLB less
     pieces, problems = deque(pieces_of(address, nbytes)), list[TierError]()
 
     def work() -> None:
@@ -106,14 +112,11 @@ def populate(address: int, nbytes: int, cpus: Sequence[int] = ()) -> None:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
+    if libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0:
         return
-    code = ctypes.get_errno()
-    if code == errno.EINVAL:
-        ctypes.memset(address, 0, nbytes)
-    else:
-        problem = f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
-        raise TierError(f"cannot allocate {nbytes} bytes of host memory: {problem}")
+    if ctypes.get_errno() != errno.EINVAL:
+        raise TierError(f"cannot allocate {nbytes} bytes of host memory: {last_error()}")
+    ctypes.memset(address, 0, nbytes)
 
 
 def allocate(fd: int, nbytes: int, label: str) -> None:
@@ -146,7 +149,7 @@ def _check_room(nbytes: int, free: int = 2**63) -> None:
 def give_back(address: int, nbytes: int) -> None:
     """Free the pages of a range that is no longer needed, without the GIL, so that unmapping it is quick."""
     for at, length in pieces_of(address, nbytes):
-        _libc.madvise(at, length, mmap.MADV_DONTNEED)
+        libc.madvise(at, length, mmap.MADV_DONTNEED)
 
 
 def pieces_of(address: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -28,10 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.errors import TierError
-from transferd.runtime.compat import Self
 from transferd.runtime.limits import memory_left
 from transferd.tiers.offered import DIRECTORY, NOT_PERMITTED, check_name, identity_of
-from transferd.tiers.populate import PROGRESS, give_back, pieces_of
+from transferd.tiers.populate import PROGRESS, give_back, libc, pieces_of
 
 PREFIX = "transferd."
 MODE = 0o660  # whatever the umask is, so that the daemon's group can attach
@@ -168,11 +167,10 @@ def _allocate(fd: int, nbytes: int) -> None:
     # Instead of filling it first, to everybody's cost; beyond a control group's limit the kernel would kill us.
     if (found.f_blocks and nbytes > found.f_bavail * found.f_frsize) or nbytes > memory_left():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with LargePages(fd, nbytes) as large:
-        for at, length in pieces_of(0, nbytes):
-            PROGRESS.check()
-            large.make(at, length)
-            os.posix_fallocate(fd, at, length)  # what is missing
+    _make_large_pages(fd, nbytes)
+    for at, length in pieces_of(0, nbytes):
+        PROGRESS.check()
+        os.posix_fallocate(fd, at, length)  # what is missing
 
 
 def _open(name: str, nbytes: int) -> int:
@@ -255,10 +253,8 @@ _MADV_COLLAPSE = 25  # asm-generic/mman-common.h
 _MAP_FIXED = 0x10  # the same on every architecture that Linux still has CPUs of
 _FAILED = ctypes.c_void_p(-1).value
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-_libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+libc.mmap.restype = ctypes.c_void_p
 
 
 # A large page is mapped as one only if its address and its offset in the file are both multiples of its size, and
@@ -292,7 +288,7 @@ def _map_aligned(fd: int, nbytes: int, step: int) -> tuple[mmap.mmap | None, int
     begin = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
     offset = -begin % step
     how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    if _libc.mmap(begin + offset, nbytes, *how, fd, 0) == _FAILED:
+    if libc.mmap(begin + offset, nbytes, *how, fd, 0) == _FAILED:
         reserved.close()
         return None, 0
     return reserved, offset  # closing it unmaps the whole range, and with it the file
@@ -302,35 +298,21 @@ def _map_aligned(fd: int, nbytes: int, step: int) -> tuple[mmap.mmap | None, int
 # administrator has changed shmem_enabled in /sys/kernel/mm/transparent_hugepage, but collapses existing pages for
 # any process on request (madvise(2), MADV_COLLAPSE, Linux 6.1). So we make one small page for each large one, and
 # collapse it; that is also faster than to make small pages only.
-class LargePages:
-    """Makes large pages in a new shared memory file of at most nbytes, which it extends to nbytes. A context manager.
+def _make_large_pages(fd: int, nbytes: int) -> None:
+    """Make large pages in a new shared memory file, which is extended to nbytes. The caller allocates what is missing.
 
-    The caller allocates the pages that this could not make. Raises OSError.
+    It ends after a failure: the kernel cannot make them, or has none left. Raises OSError, TierError.
     """
-
-    def __init__(self, fd: int, nbytes: int) -> None:
-        self._fd = fd
-        self._nbytes = nbytes
-        self._mapping: SharedMapping | None = None
-        self._possible = False
-
-    def __enter__(self) -> Self:
-        if self._nbytes >= LARGE_PAGE:
-            os.ftruncate(self._fd, self._nbytes)
-            self._mapping = SharedMapping(self._fd, self._nbytes)
-            self._possible = self._mapping.address % LARGE_PAGE == 0
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._mapping is not None:
-            self._mapping.close()
-
-    def make(self, offset: int, nbytes: int) -> None:
-        """Make the large pages within a range. Does nothing after a failure: the kernel cannot, or has none left."""
-        begin, end = -(-offset // LARGE_PAGE) * LARGE_PAGE, (offset + nbytes) // LARGE_PAGE * LARGE_PAGE
-        if self._mapping is None or not self._possible or begin >= end:
+    if nbytes < LARGE_PAGE:
+        return
+    os.ftruncate(fd, nbytes)
+    with contextlib.closing(SharedMapping(fd, nbytes)) as mapping:
+        if mapping.address % LARGE_PAGE:
             return
-        for at in range(begin, end, LARGE_PAGE):
-            os.posix_fallocate(self._fd, at, mmap.PAGESIZE)
-        if _libc.madvise(self._mapping.address + begin, end - begin, _MADV_COLLAPSE) < 0:
-            self._possible = ctypes.get_errno() == errno.EAGAIN  # a page was busy for a moment
+        for at, length in pieces_of(0, nbytes // LARGE_PAGE * LARGE_PAGE):
+            PROGRESS.check()
+            for page in range(at, at + length, LARGE_PAGE):
+                os.posix_fallocate(fd, page, mmap.PAGESIZE)
+            refused = libc.madvise(mapping.address + at, length, _MADV_COLLAPSE) < 0
+            if refused and ctypes.get_errno() != errno.EAGAIN:  # a page was busy for a moment
+                return
