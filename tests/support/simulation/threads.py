@@ -126,6 +126,3 @@ class _SimQueue:
         waiting = [work for work in self.waiting if work is not None]
         self.waiting.clear()
         return waiting
-
-    def qsize(self) -> int:
-        return len(self.waiting)
