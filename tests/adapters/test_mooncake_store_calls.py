@@ -203,7 +203,7 @@ def test_a_suspended_daemon_is_not_waited_for_and_writes_nothing_later(
     os.kill(daemon, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patched:  # only now: a disk may need longer to store them
-            patched.setattr(size._copies, "_load_timeout", 0.5)
+            patched.setattr(size, "_load_timeout", 0.5)
             assert store.batch_get_into(KEYS, target.at, SIZES) == [MISSING] * COUNT
         assert store.batch_is_exist(KEYS) == [0] * COUNT
     finally:

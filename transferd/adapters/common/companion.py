@@ -164,7 +164,7 @@ class DaemonFinder:
         block_bytes: int = 0,
         gpu: bool = False,
     ) -> None:
-        named = endpoint or os.environ.get(ENDPOINT_VARIABLE, "")
+        named = endpoint_named(endpoint)
         if named and (path or capacity):
             what = "are for a daemon that the engine starts; the one at this endpoint has its own configuration"
             raise ConfigError("path, capacity", what, named)
@@ -199,8 +199,7 @@ class DaemonFinder:
             if self._block_bytes:
                 self.started = FilesDaemon(
                     endpoint=self._endpoint, directory=directory, environment=sees_all_gpus(), capacity=self._capacity,
-                    blocks=Path(self._path) if self._path else cache_directory() / self.program.store,
-                    block_bytes=self._block_bytes,
+                    blocks=store_directory(self.program, self._path), block_bytes=self._block_bytes,
                 )  # fmt: skip
         if self.started is not None:
             self._have(self.started)
@@ -253,9 +252,15 @@ class OneDaemon(DaemonFinder):
         super().close(timeout)
 
 
-def cache_directory() -> Path:
-    """Where blocks are stored if the operator names no path."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transferd"
+def endpoint_named(chosen: str) -> str:
+    """The endpoint that the operator names, in an engine's settings or in the environment; "" for none."""
+    return chosen or os.environ.get(ENDPOINT_VARIABLE, "")
+
+
+def store_directory(program: Program, chosen: str) -> Path:
+    """Where a daemon that is started here stores blocks. chosen: the operator's path, "" for none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(chosen) if chosen else cache / "transferd" / program.store
 
 
 def _capacity_of(blocks: Path) -> int:

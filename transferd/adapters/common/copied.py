@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import ctypes
-import itertools
 import threading
 import time
 from collections import deque
@@ -15,14 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
-from transferd.adapters.common.slots import Slots
-from transferd.tasks import FAILED, NOT_READY, ReadStorageTask, TaskResult, WriteStorageTask
+from transferd.adapters.common.entry import EngineFacts
+from transferd.adapters.common.link import BlockTasks, Link, StorageTask, failed
+from transferd.adapters.common.slots import PARTS, Slots
+from transferd.tasks import FAILED, NOT_READY, TaskResult
 
-PARTS = 4  # of the slots in one task, so that copies and storage overlap
 AT_ONCE = 2  # loads of one call, so that the daemon has work while the call copies
 ENTER_S = 10.0  # for the daemon to map the slots of a new engine, before anything fails
 SLACK_S = 2.0  # after its timeout, for the daemon's answer
+LEAVE_S = 2.0
 
 Pieces = Sequence[tuple[int, int]]  # a block's memory in this process: addresses and bytes, together those of a slot
 
@@ -37,12 +37,12 @@ class CopiedBlocks:
     def __init__(
         self, link: Link, finder: DaemonFinder, slots: Slots, what: str, *, timeout: float, load_timeout: float
     ) -> None:
-        self._link, self._finder, self._slots, self._what = link, finder, slots, what
+        self._link, self._finder, self._slots = link, finder, slots
+        self._tasks = BlockTasks(link, what)
         self._timeout, self._load_timeout = timeout, load_timeout
         self._addresses = [int(one.ctypes.data) for one in slots.bytes]
         self._free = deque(range(slots.count))
         self._some_free = threading.Condition()
-        self._numbers = itertools.count()
         self._began = time.monotonic()
 
     def ready(self) -> bool:
@@ -62,13 +62,10 @@ class CopiedBlocks:
                 for address, size in blocks[i]:
                     ctypes.memmove(at, address, size)
                     at += size
-            named = [keys[i] for i in which]
-            task = WriteStorageTask(
-                task_id=self._task_id("store"), keys=named, gpu_block_ids=slots, timeout=self._timeout
-            )
+            task = self._tasks.write([keys[i] for i in which], slots, self._timeout)
             begun.append((which, task, self._submitted(task, slots)))
         for which, task, answer in begun:
-            for i, one in zip(which, self._result(task, answer, give_up), strict=True):
+            for i, one in zip(which, self._moved(task, answer, give_up), strict=True):
                 stored[i] = one
         if start < len(keys):  # for which no daemon or no slot was there
             self._link.count_not_stored(FAILED if self._link.ready else NOT_READY, len(keys) - start)
@@ -78,11 +75,11 @@ class CopiedBlocks:
         """Load blocks to these places; for each whether its bytes are there. Returns by the deadline."""
         give_up = time.monotonic() + self._load_timeout + SLACK_S
         loaded = [False] * len(keys)
-        begun: deque[tuple[range, list[int], ReadStorageTask, concurrent.futures.Future[TaskResult]]] = deque()
+        begun: deque[tuple[range, list[int], StorageTask, concurrent.futures.Future[TaskResult]]] = deque()
 
         def end_one() -> None:
             which, slots, task, answer = begun.popleft()
-            there = self._result(task, answer, give_up)
+            there = self._moved(task, answer, give_up)
             for i, slot, one in zip(which, slots, there, strict=True):
                 at = self._addresses[slot]
                 for address, size in blocks[i] if one else ():
@@ -98,13 +95,7 @@ class CopiedBlocks:
             slots = self._take(len(keys) - start, wait) if start < len(keys) and len(begun) < AT_ONCE else []
             if slots:
                 which = range(start, start + len(slots))
-                task = ReadStorageTask(
-                    task_id=self._task_id("load"),
-                    keys=[keys[i] for i in which],
-                    gpu_block_ids=slots,
-                    timeout=self._load_timeout,
-                    prefix=False,
-                )
+                task = self._tasks.read([keys[i] for i in which], slots, self._load_timeout)
                 begun.append((which, slots, task, self._submitted(task)))
                 start += len(slots)
             elif begun:
@@ -127,9 +118,7 @@ class CopiedBlocks:
             self._free.extend(slots)
             self._some_free.notify_all()
 
-    def _submitted(
-        self, task: ReadStorageTask | WriteStorageTask, slots: Sequence[int] = ()
-    ) -> concurrent.futures.Future[TaskResult]:
+    def _submitted(self, task: StorageTask, slots: Sequence[int] = ()) -> concurrent.futures.Future[TaskResult]:
         """The settled result to come; these slots are free from then on."""
         answer: concurrent.futures.Future[TaskResult] = concurrent.futures.Future()
 
@@ -140,21 +129,30 @@ class CopiedBlocks:
         self._link.submit(task, done)
         return answer
 
-    def _result(self, task: Any, answer: concurrent.futures.Future[TaskResult], give_up: float) -> list[bool]:
-        log = self._link.program.log
+    def _moved(self, task: StorageTask, answer: concurrent.futures.Future[TaskResult], give_up: float) -> list[bool]:
         try:
             result = answer.result(max(0.0, give_up - time.monotonic()))
         except (TimeoutError, concurrent.futures.TimeoutError):
-            log.warning("transferd: no answer in time: %d of %s are given up", len(task.keys), self._what)
-            return [False] * len(task.keys)
-        moved = result.mask(task)
-        if not all(moved):
-            if isinstance(task, WriteStorageTask):
-                self._link.count_not_stored(why_not_stored(result), moved.count(False))
-            if result.error is not None and result.error.code != NOT_CONNECTED:
-                what = "transferd: %d of %d of %s were not moved: %s"
-                log.warning(what, moved.count(False), len(moved), self._what, result.error.message)
-        return moved
+            result = failed(task, "expired", "no answer in time")
+        return self._tasks.moved(task, result)
 
-    def _task_id(self, deed: str) -> str:
-        return f"{deed}-{self._link.life}-{next(self._numbers)}"
+
+class CopiedObjects(CopiedBlocks):
+    """Objects of `nbytes` bytes, as an engine whose memory are these slots. Owns its link and the slots.
+
+    about: the facts about the engine that its slots do not say (EngineFacts).
+    """
+
+    def __init__(
+        self, nbytes: int, slots: Slots, finder: DaemonFinder, *, timeout: float, load_timeout: float, **about: Any
+    ) -> None:
+        self.nbytes = nbytes
+        self.facts = EngineFacts(ranks=1, blocks=slots.count, page_bytes=[nbytes], memory=slots.offered(), **about)
+        self.link = Link(finder, self.facts.name, self.facts.enter, token=self.facts.token)
+        what = f"objects of {nbytes} bytes"
+        super().__init__(self.link, finder, slots, what, timeout=timeout, load_timeout=load_timeout)
+
+    def close(self) -> None:
+        """Leave the daemon, and free the slots."""
+        self.link.close(LEAVE_S)
+        self._slots.close()

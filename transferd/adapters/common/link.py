@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
 import logging
 import threading
 from collections import Counter
@@ -438,6 +439,45 @@ class Link:
         if what != self._logged:
             self._logged = what
             self._log.log(level, "transferd: %s", what)
+
+
+class BlockTasks:
+    """Tasks that store or load blocks of one engine, and which of these were moved. Thread-safe.
+
+    what: the blocks, in messages.
+    """
+
+    def __init__(self, link: Link, what: str) -> None:
+        self._link, self._what = link, what
+        self._numbers = itertools.count()
+
+    def write(self, keys: Sequence[str], blocks: Sequence[int], timeout: float) -> WriteStorageTask:
+        task_id = f"store-{self._link.life}-{next(self._numbers)}"
+        return WriteStorageTask(task_id=task_id, keys=list(keys), gpu_block_ids=list(blocks), timeout=timeout)
+
+    def read(
+        self, keys: Sequence[str], blocks: Sequence[int], timeout: float, *, by_parts: bool = False
+    ) -> ReadStorageTask:
+        return ReadStorageTask(
+            task_id=f"load-{self._link.life}-{next(self._numbers)}",
+            keys=list(keys),
+            gpu_block_ids=list(blocks),
+            timeout=timeout,
+            prefix=False,
+            by_parts=by_parts or msgspec.UNSET,
+        )
+
+    def moved(self, task: StorageTask, result: TaskResult) -> list[bool]:
+        """For each block whether it was moved. Counts what was not stored, and logs what an operator should know."""
+        moved, stores = result.mask(task), isinstance(task, WriteStorageTask)
+        if not (missing := moved.count(False)):
+            return moved
+        if stores:
+            self._link.count_not_stored(why_not_stored(result), missing)
+        if result.error is not None and result.error.code != NOT_CONNECTED:  # the link logs that no daemon answers
+            what, deed = "transferd: %d of %d %s were not %s: %s", "stored" if stores else "loaded"
+            self._link.program.log.warning(what, missing, len(moved), self._what, deed, result.error.message)
+        return moved
 
 
 def failed(task: StorageTask, code: str, message: str) -> TaskResult:

@@ -7,17 +7,19 @@ bytes) is accounted for, and so is memory whose name was unlinked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from transferd.errors import TierError
+from transferd.tiers.offered import DIRECTORY, identity_of
 
 MAPS = Path("/proc/self/maps")
 DESCRIPTORS = Path("/proc/self/fd")
-SHARED_MEMORY = Path("/dev/shm")
 DELETED = " (deleted)"
 
 
@@ -26,8 +28,7 @@ class Mapped:
     """A range of a mapped file."""
 
     path: str
-    device: int  # of the file's file system
-    inode: int
+    identity: tuple[int, int]  # the file's device and inode
     offset: int  # bytes from the file's start
     nbytes: int
 
@@ -39,29 +40,24 @@ class Mapped:
             found = path.lstat()
         except OSError:
             return ""
-        same = (found.st_dev, found.st_ino) == (self.device, self.inode)
-        return path.name if same and path.parent == SHARED_MEMORY else ""
+        same = (found.st_dev, found.st_ino) == self.identity
+        return path.name if same and path.parent == DIRECTORY else ""
 
     def descriptor(self) -> int:
         """A descriptor under which this process has the file open. Borrowed. Raises TierError if there is none."""
         for entry in DESCRIPTORS.iterdir():
-            try:
-                found = os.fstat(int(entry.name))
-            except OSError:
-                continue  # the descriptor that lists the directory
-            if (found.st_dev, found.st_ino) == (self.device, self.inode):
-                return int(entry.name)
-        raise TierError(f"the memory of {self.path} has neither a name in {SHARED_MEMORY} nor an open descriptor")
+            with contextlib.suppress(OSError):  # the descriptor that lists the directory
+                if identity_of(int(entry.name)) == self.identity:
+                    return int(entry.name)
+        raise TierError(f"the memory of {self.path} has neither a name in {DIRECTORY} nor an open descriptor")
 
 
-@dataclass(frozen=True, slots=True)
-class _KernelMapping:
+class _KernelMapping(NamedTuple):
     start: int
     end: int
     shared: bool
     offset: int
-    device: int
-    inode: int
+    identity: tuple[int, int]
     path: str
 
 
@@ -74,20 +70,16 @@ def shared_memory_at(address: int, nbytes: int) -> Mapped:
         if part.start > reached:
             break
         if first is None:
-            if not part.shared or not part.inode:
+            if not part.shared or not part.identity[1]:
                 where = part.path or "anonymous memory"
                 raise TierError(f"the bytes at {address:#x} are private ({where}): no other process can map them")
             first = part
-        elif (part.device, part.inode, part.offset - part.start) != (
-            first.device,
-            first.inode,
-            first.offset - first.start,
-        ):
+        elif (part.identity, part.offset - part.start) != (first.identity, first.offset - first.start):
             break
         reached = part.end
         if reached >= address + nbytes:
             offset = first.offset + address - first.start
-            return Mapped(first.path.removesuffix(DELETED), first.device, first.inode, offset, nbytes)
+            return Mapped(first.path.removesuffix(DELETED), first.identity, offset, nbytes)
     raise TierError(f"the {nbytes} bytes at {address:#x} are not one range of one mapped file")
 
 
@@ -102,12 +94,5 @@ def _mappings() -> Iterator[_KernelMapping]:
         where, permissions, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(text, 16) for text in where.split("-"))
         major, minor = (int(text, 16) for text in device.split(":"))
-        yield _KernelMapping(
-            start,
-            end,
-            permissions[3] == "s",
-            int(offset, 16),
-            os.makedev(major, minor),
-            int(inode),
-            path[0] if path else "",
-        )
+        identity = os.makedev(major, minor), int(inode)
+        yield _KernelMapping(start, end, permissions[3] == "s", int(offset, 16), identity, path[0] if path else "")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.companion import DaemonFinder, OneDaemon, endpoint_named, store_directory
 from transferd.adapters.common.entry import EngineFacts
 from transferd.adapters.common.program import Program
+from transferd.adapters.common.slots import PARTS
 from transferd.config import names
 from transferd.config.size import Size
 from transferd.errors import ConfigError
@@ -48,9 +52,12 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
         Raises ConfigError for settings that contradict each other.
         """
-        where = {"endpoint": self.endpoint, "path": self.path}
         block_bytes = 0 if engine is None else engine.block_bytes
-        return DaemonFinder(program, **where, capacity=self.capacity_bytes, block_bytes=block_bytes, gpu=gpu)
+        return DaemonFinder(program, **self._where, block_bytes=block_bytes, gpu=gpu)
+
+    @property
+    def _where(self) -> dict[str, Any]:
+        return {"endpoint": self.endpoint, "path": self.path, "capacity": self.capacity_bytes}
 
 
 class CopySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,6 +73,24 @@ class CopySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fie
     @property
     def buffer_bytes(self) -> int:
         return int(Size.parse(self.buffer))
+
+    def one_daemon(self, program: Program) -> OneDaemon:
+        """Where the daemon of all links of this process is. Raises ConfigError like `finder`."""
+        return OneDaemon(program, **self._where, block_bytes=self.buffer_bytes // PARTS)
+
+    def file_of_store(self, program: Program, name: str, *also: str) -> Path:
+        """A file about the store of these settings, where a daemon that is started here stores blocks.
+
+        name: with {} for a digest of what tells stores apart: endpoint, generation, and `also`.
+        """
+        store = json.dumps([endpoint_named(self.endpoint), self.generation, *also])
+        digest = hashlib.sha256(store.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+        return store_directory(program, self.path) / name.format(digest)
+
+
+def _check_timeout(section: str, key: str, seconds: float) -> None:
+    if not 0 < seconds <= LONGEST_TIMEOUT_S:
+        raise ConfigError(f"{section}.{key}", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", seconds)
 
 
 def _check_size(section: str, key: str, given: int | str) -> None:
@@ -95,8 +120,7 @@ def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
     if found.name:
         names.ENGINE.check(f"{section}.name", found.name)
     names.GENERATION.check(f"{section}.generation", found.generation)
-    if not 0 < found.timeout <= LONGEST_TIMEOUT_S:
-        raise ConfigError(f"{section}.timeout", f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}", found.timeout)
+    _check_timeout(section, "timeout", found.timeout)
     if found.start_timeout < 0:
         raise ConfigError(f"{section}.start_timeout", "must be at least 0", found.start_timeout)
     try:
@@ -104,8 +128,6 @@ def parsed(section: str, given: Mapping[str, Any], kind: type[S]) -> S:
     except ValueError as error:
         raise ConfigError(f"{section}.capacity", str(error), found.capacity) from None
     if isinstance(found, CopySettings):
-        if not 0 < found.load_timeout <= LONGEST_TIMEOUT_S:
-            what = f"must be above 0 and at most {LONGEST_TIMEOUT_S:g}"
-            raise ConfigError(f"{section}.load_timeout", what, found.load_timeout)
+        _check_timeout(section, "load_timeout", found.load_timeout)
         _check_size(section, "buffer", found.buffer)
     return found

@@ -21,6 +21,7 @@ from transferd.adapters.common.memory import shared_memory_at
 from transferd.errors import TierError
 
 LEAST_SLOTS, MOST_SLOTS = 4, 4096
+PARTS = 4  # of the slots in one task, so that copies and storage overlap
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -74,7 +74,7 @@ class Routing:
             return result
         rows, numbers = self._rows(item, blocks)
         keys = [f"{result.generation}/{key}_routing" for key in list(item.keys)[: len(blocks)]]
-        places = [int(rows[number].ctypes.data) for number in numbers]
+        places = [[(int(rows[number].ctypes.data), self.shape.nbytes)] for number in numbers]
         if item.lane is Lane.WRITE:
             self._objects.store(keys, places)
             return result

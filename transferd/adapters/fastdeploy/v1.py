@@ -25,11 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from transferd.adapters.common.copied import LEAVE_S, Pieces
 from transferd.adapters.common.directories import own_directory
 from transferd.adapters.common.link import Link
 from transferd.adapters.fastdeploy.companion import for_objects
 from transferd.adapters.fastdeploy.identity import object_facts
-from transferd.adapters.fastdeploy.objects import LEAVE_S, NodeDaemon, Objects
+from transferd.adapters.fastdeploy.objects import NodeDaemon, Objects
 from transferd.blocks.fingerprint import Facts, digest
 from transferd.errors import EngineGone, RequestError, TransferError
 from transferd.tiers.owner import as_data, check_owner, this_process
@@ -105,11 +106,11 @@ class Connector(_OfNode):
 
     def batch_set(self, keys: Sequence[str], src_ptrs: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Store objects. For each whether it is stored, or was there already."""
-        return self._each_size(keys, src_ptrs, sizes, lambda one: one.store)
+        return self._each_size(keys, src_ptrs, sizes, Objects.store)
 
     def batch_get(self, keys: Sequence[str], dst_ptrs: Sequence[int], sizes: Sequence[int]) -> list[bool]:
         """Load objects. For each whether its bytes have arrived; others' memory is as it was."""
-        return self._each_size(keys, dst_ptrs, sizes, lambda one: one.load)
+        return self._each_size(keys, dst_ptrs, sizes, Objects.load)
 
     def batch_exists(self, keys: Sequence[str]) -> list[bool]:
         return _any(one.link.exists(keys) for one in list(self._objects.values())) or [False] * len(keys)
@@ -147,14 +148,15 @@ class Connector(_OfNode):
         keys: Sequence[str],
         addresses: Sequence[int],
         sizes: Sequence[int],
-        which: Callable[[Objects], Callable[[Sequence[str], Sequence[int]], list[bool]]],
+        move: Callable[[Objects, Sequence[str], Sequence[Pieces]], list[bool]],
     ) -> list[bool]:
         if not len(keys) == len(addresses) == len(sizes):
             raise ValueError("keys, addresses and sizes must have the same length")
         moved = [False] * len(keys)
         for nbytes in dict.fromkeys(sizes) if self._connected else ():
             places = [i for i, size in enumerate(sizes) if size == nbytes]
-            of_size = which(self._of_size(nbytes, ENTER_S))([keys[i] for i in places], [addresses[i] for i in places])
+            objects = [[(addresses[i], nbytes)] for i in places]
+            of_size = move(self._of_size(nbytes, ENTER_S), [keys[i] for i in places], objects)
             for i, one in zip(places, of_size, strict=True):
                 moved[i] = one
         return moved
@@ -219,7 +221,7 @@ class Scheduler(_OfNode):
                 self._links.pop(name).close(LEAVE_S)
             for name, token in published.items():
                 if name not in self._links:
-                    self._links[name] = Link(self._daemon, name, token=token)  # type: ignore[arg-type]
+                    self._links[name] = Link(self._daemon, name, token=token)
                     self._links[name].wait_ready(ENTER_S)
             return list(self._links.values())
 
@@ -269,7 +271,7 @@ def _meeting_place() -> Path:
 
 def _publish(objects: Objects, facts: Facts) -> None:
     _remove_ended()
-    data = json.dumps({"name": objects.name, "token": objects.token, "owner": as_data(this_process())})
+    data = json.dumps({"name": objects.facts.name, "token": objects.facts.token, "owner": as_data(this_process())})
     _write(_meeting_place() / f"{objects.nbytes}.json", data)
     sizes = sorted({objects.nbytes, *_known_sizes(facts)})
     _write(_sizes_file(facts), json.dumps(sizes))

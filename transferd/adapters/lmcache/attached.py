@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,21 +18,17 @@ from typing import Any
 import numpy as np
 
 from transferd.adapters.common.companion import DaemonFinder
+from transferd.adapters.common.copied import ENTER_S, LEAVE_S, SLACK_S
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import ANSWER_S, NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.link import ANSWER_S, BlockTasks, Link, StorageTask
 from transferd.adapters.common.read_leases import ReadLeases
-from transferd.adapters.common.slots import Bytes, Slots
+from transferd.adapters.common.slots import PARTS, Bytes, Slots
 from transferd.adapters.lmcache.batcher import Batcher
 from transferd.adapters.lmcache.kinds import ObjectKind, facts, key_of
 from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
 from transferd.errors import TransferError
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
-
-PARTS = 4  # of the slots in one task, so that copies and storage overlap
-ENTER_S = 10.0  # for the daemon to map the slots of a new kind, before anything fails
-SLACK_S = 2.0  # after its timeout, for the daemon's answer
-LEAVE_S = 2.0
+from transferd.tasks import TaskResult
 
 
 class ObjectTransfer:
@@ -99,7 +94,7 @@ class AttachedKind:
         self.link = Link(finder, engine, self.facts.enter)
         self.leases = ReadLeases()  # of objects that lookups keep
         self._began = time.monotonic()
-        self._numbers = itertools.count()
+        self._tasks = BlockTasks(self.link, f"objects of {kind.model}")
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
         self._running: set[asyncio.Future[None]] = set()
         self._writes = Batcher(self._write, chosen.timeout, kind.nbytes)
@@ -225,13 +220,7 @@ class AttachedKind:
             transfer.moved[i] = one
 
     async def _write(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
-        task = WriteStorageTask(task_id=self._task_id("store"), keys=keys, gpu_block_ids=blocks, timeout=timeout)
-        result = await self._carried_out(task)
-        stored = result.mask(task)
-        if not all(stored):
-            self.link.count_not_stored(why_not_stored(result), stored.count(False))
-            self._say(result, "stored", stored)
-        return stored
+        return await self._carried_out(self._tasks.write(keys, blocks, timeout))
 
     async def _load(self, transfer: ObjectTransfer, which: range, slots: list[int]) -> None:
         if transfer.given_up:
@@ -252,20 +241,13 @@ class AttachedKind:
         return await self._reads.move([transfer.keys[i] for i in which], blocks)
 
     async def _read(self, keys: list[str], blocks: list[int], timeout: float) -> list[bool]:
-        task = ReadStorageTask(
-            task_id=self._task_id("load"), keys=keys, gpu_block_ids=blocks, timeout=timeout, prefix=False
-        )
-        result = await self._carried_out(task)
-        loaded = result.mask(task)
-        if not all(loaded):
-            self._say(result, "loaded", loaded)
-        return loaded
+        return await self._carried_out(self._tasks.read(keys, blocks, timeout))
 
-    async def _carried_out(self, task: ReadStorageTask | WriteStorageTask) -> TaskResult:
-        """The settled result. Never returns if the adapter is closed before the task is settled."""
+    async def _carried_out(self, task: StorageTask) -> list[bool]:
+        """What a task has moved, once it is settled. Never returns if the adapter is closed before."""
         answer: asyncio.Future[TaskResult] = asyncio.get_running_loop().create_future()
         self.link.submit(task, _to(answer))
-        return await answer
+        return self._tasks.moved(task, await answer)
 
     def close(self) -> None:
         """Leave the daemon. From any thread, once the event loop has ended."""
@@ -274,15 +256,6 @@ class AttachedKind:
 
     def leave(self) -> None:
         self.link.close(LEAVE_S)
-
-    def _task_id(self, deed: str) -> str:
-        return f"{deed}-{self.link.life}-{next(self._numbers)}"
-
-    def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
-        """Log a loss that the operator should know. The link has already logged a missing daemon."""
-        if result.error is not None and result.error.code != NOT_CONNECTED:
-            what = "transferd: %d of %d objects of %s were not %s: %s"
-            LMCACHE.log.warning(what, moved.count(False), len(moved), self.kind.model, deed, result.error.message)
 
 
 def _bytes_of(one: Any) -> Bytes:

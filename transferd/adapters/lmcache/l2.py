@@ -10,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-import hashlib
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lmcache.lmcache_native import Bitmap
@@ -25,15 +22,14 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
 from transferd.adapters.common.link import ANSWER_S, LOOKUP_TIMEOUT_S, UNANSWERED
 from transferd.adapters.common.read_leases import WarmOrder, WarmReaders
 from transferd.adapters.common.settings import engine_name
-from transferd.adapters.lmcache.attached import PARTS, AttachedKind, ObjectTransfer
+from transferd.adapters.lmcache.attached import AttachedKind, ObjectTransfer
 from transferd.adapters.lmcache.books import Books
 from transferd.adapters.lmcache.in_place import InPlaceKind, shared_l1
 from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout, kind_of_object
-from transferd.adapters.lmcache.settings import LMCACHE, L2Settings, settings
+from transferd.adapters.lmcache.settings import LMCACHE, settings
 from transferd.client.sync_client import SyncClient
 from transferd.errors import TransferError
 from transferd.runtime.aio import every, run_until_stopped
@@ -59,16 +55,10 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._chosen = settings(params)
         self._l1 = shared_l1(l1_memory_desc) if self._chosen.in_place else None
         self._life = SYSTEM_CLOCK.fresh_id()
-        self._finder = OneDaemon(
-            LMCACHE,
-            endpoint=self._chosen.endpoint,
-            path=self._chosen.path,
-            capacity=self._chosen.capacity_bytes,
-            block_bytes=self._chosen.buffer_bytes // PARTS,
-        )
+        self._finder = self._chosen.one_daemon(LMCACHE)
         self._attached: dict[ObjectKind, AttachedKind] = {}
         self._groups: dict[tuple[str, int], set[ObjectKind]] = {}  # of a model's object group
-        self._books = Books(_books_file(self._chosen), ObjectKey)
+        self._books = Books(self._chosen.file_of_store(LMCACHE, "books-{}.jsonl", self._chosen.weights), ObjectKey)
         self._left: list[Any] | None = None  # the daemon's counts of what left the store, when the books were compared
         self._comparing = asyncio.Lock()
         self._deleting: set[Any] = set()  # keys that the daemon has not removed yet
@@ -414,13 +404,6 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 else f"{kind}, because {MOST_KINDS} models and layouts are served already"
             )
             LMCACHE.log.warning("transferd: not stored and not loaded: %s", why)
-
-
-def _books_file(chosen: L2Settings) -> Path:
-    """One for each store and generation that a server of this user has used."""
-    store = json.dumps([chosen.endpoint or os.environ.get(ENDPOINT_VARIABLE, ""), chosen.generation, chosen.weights])
-    digest = hashlib.sha256(store.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-    return (Path(chosen.path) if chosen.path else cache_directory() / LMCACHE.store) / f"books-{digest}.jsonl"
 
 
 def _bitmap(bits: Sequence[bool]) -> Bitmap:

@@ -10,51 +10,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.common.copied import CopiedBlocks, Pieces
-from transferd.adapters.common.entry import EngineFacts
-from transferd.adapters.common.link import Link
+from transferd.adapters.common.copied import CopiedObjects
 from transferd.adapters.common.slots import Slots
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings
 
-LEAVE_S = 2.0
 
-
-class AttachedSize:
+class AttachedSize(CopiedObjects):
     """Objects of `nbytes` bytes at the daemon. Thread-safe. Raises TierError without memory for slots."""
 
     def __init__(self, nbytes: int, engine: str, model: str, chosen: StoreSettings, finder: DaemonFinder) -> None:
-        self.nbytes = nbytes
-        self._slots = Slots.within(nbytes, chosen.buffer_bytes)
         weights = f"{chosen.weights} (asserted)" if chosen.weights else "as the engine's keys say"
-        self.facts = EngineFacts(
+        super().__init__(
+            nbytes,
+            Slots.within(nbytes, chosen.buffer_bytes),
+            finder,
+            timeout=chosen.timeout,
+            load_timeout=chosen.load_timeout,
             name=engine,
             model=model,
             generation=chosen.generation,
             identity="mooncake store",
-            ranks=1,
-            blocks=self._slots.count,
-            page_bytes=[nbytes],
-            memory=self._slots.offered(),
             fingerprint={"interface": "Mooncake's store", "bytes of an object": nbytes, "weights": weights},
         )
-        self.link = Link(finder, engine, self.facts.enter)
-        times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
-        self._copies = CopiedBlocks(self.link, finder, self._slots, f"objects of {nbytes} bytes", **times)
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
-        return self.link.exists(keys) if keys and self._copies.ready() else [False] * len(keys)
-
-    def store(self, keys: Sequence[str], objects: Sequence[Pieces]) -> list[bool]:
-        """Store the objects at these places; for each whether it is stored. Returns by the deadline."""
-        return self._copies.store(keys, objects)
-
-    def load(self, keys: Sequence[str], objects: Sequence[Pieces]) -> list[bool]:
-        """Load objects to these places; for each whether its bytes are there. Returns by the deadline."""
-        return self._copies.load(keys, objects)
-
-    def close(self) -> None:
-        self.link.close(LEAVE_S)
-        self._slots.close()
+        return self.link.exists(keys) if keys and self.ready() else [False] * len(keys)
 
 
 class KnownSizes:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import hashlib
 import itertools
-import json
 import mmap
 import os
 import socket
@@ -19,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transferd.adapters.common.companion import ENDPOINT_VARIABLE, OneDaemon, cache_directory
+from transferd.adapters.common.companion import OneDaemon
 from transferd.adapters.common.copied import Pieces
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings, settings
@@ -94,17 +92,12 @@ class MooncakeDistributedStore:
         del more
         try:
             self._chosen = settings()
-            where = {"endpoint": self._chosen.endpoint, "path": self._chosen.path}
-            block_bytes = self._chosen.buffer_bytes // 4
-            self._finder = OneDaemon(MOONCAKE, **where, capacity=self._chosen.capacity_bytes, block_bytes=block_bytes)
+            self._finder = self._chosen.one_daemon(MOONCAKE)
         except TransferError as error:
             MOONCAKE.log.error("transferd: %s", error)
             return INVALID_PARAMS
         self._model = f"mooncake-store/{tenant_id}"
-        store = [self._chosen.endpoint or os.environ.get(ENDPOINT_VARIABLE, ""), self._chosen.generation, tenant_id]
-        digest = hashlib.sha256(json.dumps(store).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-        place = Path(self._chosen.path) if self._chosen.path else cache_directory() / MOONCAKE.store
-        self._sizes = KnownSizes(place / f"sizes-{digest}")
+        self._sizes = KnownSizes(self._chosen.file_of_store(MOONCAKE, "sizes-{}", tenant_id))
         if not self._finder.listens_within(self._chosen.start_timeout):
             MOONCAKE.log.warning("transferd: no daemon after %g s; nothing is stored", self._chosen.start_timeout)
         return OK

@@ -9,25 +9,22 @@ that SGLang moves together, at the same page numbers, are one.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
 from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import NOT_CONNECTED, Link, why_not_stored
+from transferd.adapters.common.link import BlockTasks, Link
 from transferd.adapters.common.memory import Mapped, bytes_at, shared_memory_at
 from transferd.adapters.common.read_leases import LeasedBlocks
 from transferd.adapters.common.slots import Slots
 from transferd.adapters.sglang.settings import SGLANG, PoolSettings
 from transferd.errors import ConfigError, TierError
-from transferd.tasks import ReadStorageTask, TaskResult, WriteStorageTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +127,7 @@ def offered(pages: PageGrid) -> OfferedMemory:
     for address, size, stride in zip(pages.addresses, pages.sizes, pages.strides, strict=True):
         piece = shared_memory_at(address, (pages.count - 1) * stride + size)
         _ = piece.name or piece.descriptor()  # SGLang's own allocator maps shared memory that no one can open
-        files.setdefault((piece.device, piece.inode), []).append(piece)
+        files.setdefault(piece.identity, []).append(piece)
         pieces.append((piece, stride))
     ranges = []
     for parts in files.values():
@@ -139,7 +136,7 @@ def offered(pages: PageGrid) -> OfferedMemory:
     order = list(files)
     segments = []
     for piece, stride in pieces:
-        which = order.index((piece.device, piece.inode))
+        which = order.index(piece.identity)
         segments.append((piece.offset - ranges[which].offset, stride, which))
     return OfferedMemory(0, ranges[0], segments, more=ranges[1:])
 
@@ -194,7 +191,7 @@ class AttachedPool:
         if self._slots is not None:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
             self._copies = CopiedBlocks(self.link, finder, self._slots, f"pages of {name}", **times)
-        self._numbers = itertools.count()
+        self._tasks = BlockTasks(self.link, f"pages of {name}")
         self._leased = LeasedBlocks(self.link)
         self._views = None if getattr(host, "on_gpu", False) else self.pages.views()
 
@@ -237,22 +234,11 @@ class AttachedPool:
 
     def store(self, keys: Sequence[str], indices: Any) -> list[bool]:
         """Store the pages at these indices; for each key whether that succeeded. Waits until they are free again."""
+        pages = self.pages.numbers(indices, len(keys))
         if self._copies is not None:
-            return self._copies.store(
-                keys, [self.pages.pieces(page) for page in self.pages.numbers(indices, len(keys))]
-            )
-        task = WriteStorageTask(
-            task_id=self._task_id("store"),
-            keys=list(keys),
-            gpu_block_ids=self.pages.numbers(indices, len(keys)),
-            timeout=self._chosen.timeout,
-        )
-        result = self.link.carry_out(task)
-        stored = result.mask(task)
-        if not all(stored):
-            self.link.count_not_stored(why_not_stored(result), stored.count(False))
-            self._say(result, "stored", stored)
-        return stored
+            return self._copies.store(keys, [self.pages.pieces(page) for page in pages])
+        task = self._tasks.write(keys, pages, self._chosen.timeout)
+        return self._tasks.moved(task, self.link.carry_out(task))
 
     def load(self, keys: Sequence[str], indices: Any, progressed: Callable[[int], object] | None = None) -> list[bool]:
         """Load pages to these indices; for each key whether its bytes are there. Waits until nothing writes to them.
@@ -279,25 +265,5 @@ class AttachedPool:
         """Have the daemon load pages."""
         if self._copies is not None:
             return self._copies.load(keys, [self.pages.pieces(page) for page in pages])
-        task = ReadStorageTask(
-            task_id=self._task_id("load"),
-            keys=list(keys),
-            gpu_block_ids=list(pages),
-            timeout=self._chosen.load_timeout,
-            prefix=False,
-            by_parts=progressed is not None or UNSET,
-        )
-        result = self.link.carry_out(task, progressed)
-        loaded = result.mask(task)
-        if not all(loaded):
-            self._say(result, "loaded", loaded)
-        return loaded
-
-    def _task_id(self, deed: str) -> str:
-        return f"{deed}-{self.name}-{self.link.life}-{next(self._numbers)}"
-
-    def _say(self, result: TaskResult, deed: str, moved: Sequence[bool]) -> None:
-        """Log a loss that the operator should know. The link has already logged a missing daemon."""
-        if result.error is not None and result.error.code != NOT_CONNECTED:
-            what = "transferd: %d of %d pages of %s were not %s: %s"
-            SGLANG.log.warning(what, moved.count(False), len(moved), self.name, deed, result.error.message)
+        task = self._tasks.read(keys, pages, self._chosen.load_timeout, by_parts=progressed is not None)
+        return self._tasks.moved(task, self.link.carry_out(task, progressed))
