@@ -11,15 +11,15 @@ from pathlib import Path
 
 from transferd.adapters.common.packaged import nobody_listens
 from transferd.errors import ConfigError
+from transferd.runtime.address import LONGEST_SOCKET_PATH
 
 SOCKET = "transferd.sock"
-LONGEST_SOCKET = 107  # characters of a unix socket's path
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def own_socket(directory: Path) -> str:
     """The endpoint of a daemon with this `own_directory`. If its name would be too long for a socket: one in /tmp."""
-    if len(os.fsencode(path := directory / SOCKET)) > LONGEST_SOCKET:
+    if len(os.fsencode(path := directory / SOCKET)) > LONGEST_SOCKET_PATH:
         name = hashlib.sha256(os.fsencode(directory)).hexdigest()[:12]
         path = own_directory("socket", name, base=Path(tempfile.gettempdir())) / SOCKET
     return f"ipc://{path}"

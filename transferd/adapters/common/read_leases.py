@@ -10,10 +10,10 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
@@ -21,6 +21,7 @@ from transferd.blocks.formats import ObjectNamer, Stamp, stamps, unsealed_footer
 from transferd.storage.file_io import NATIVE, load_warm
 from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
+from transferd.tiers.offered import identity_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
 
 LEASE_S = 10.0  # from a look-up to its load: engines do not say what they will not load
@@ -191,7 +192,6 @@ class WarmReaders:
 def _is_there(place: StoreDirectory) -> bool:
     """Whether the path leads to the daemon's directory: in a container it may be another one, or none."""
     try:
-        found = os.stat(place.path)
+        return identity_of(Path(place.path)) == (place.device, place.inode)
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (place.device, place.inode)

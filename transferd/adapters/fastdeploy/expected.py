@@ -13,6 +13,7 @@ import functools
 import importlib
 import inspect
 import logging
+import operator
 import re
 import sys
 from collections.abc import Iterator
@@ -157,7 +158,4 @@ _LONGER = (f"{MANAGER}:PrefixCacheManager._prepare_cpu_cache", f"{MANAGER}:Prefi
 
 def _at(path: str) -> Any:
     module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
-        found = getattr(found, name)
-    return found
+    return operator.attrgetter(names)(importlib.import_module(module))

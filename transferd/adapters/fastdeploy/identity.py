@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,15 @@ def _by_command() -> bool:
 
 def _argument(name: str) -> str:
     """The value of an option in this process's command line, or ""."""
-    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+    wanted = name.replace("_", "-")
+    return next((value for option, value in _options(sys.argv) if option == wanted), "")
+
+
+def _options(command: list[str]) -> Iterator[tuple[str, str]]:
+    """Each word of a command as an option, with its value. FastDeploy takes _ for -."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
         option, equals, value = word.partition("=")
-        if option.replace("_", "-") == name.replace("_", "-"):
-            return value if equals else following
-    return ""
+        yield option.replace("_", "-"), value if equals else following
 
 
 def _version() -> str:
@@ -90,14 +95,12 @@ def _version() -> str:
 
 
 def _arguments(command: list[str]) -> list[str]:
-    """Those of ARGUMENTS that are in this command, with their values. FastDeploy takes _ for -."""
-    found = []
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if (name := name.replace("_", "-")) in ARGUMENTS:
-            value = value if equals else following
-            found.append(f"{name} {value}"[:200] + (f", {_contents(value)}" if name == "--config" else ""))
-    return sorted(found)
+    """Those of ARGUMENTS that are in this command, with their values."""
+    return sorted(
+        f"{name} {value}"[:200] + (f", {_contents(value)}" if name == "--config" else "")
+        for name, value in _options(command)
+        if name in ARGUMENTS
+    )
 
 
 def _contents(path: str) -> str:

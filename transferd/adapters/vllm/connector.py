@@ -44,7 +44,6 @@ from transferd.adapters.vllm.layers import blocks_of, distinct, page_ends
 from transferd.adapters.vllm.scheduling import News, Scheduling
 from transferd.adapters.vllm.settings import (
     VLLM,
-    AdapterSettings,
     check_served,
     engine_name,
     loads_by_layer,
@@ -116,7 +115,8 @@ class TransferdConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         warn_of_unstable_hashes(vllm_config.cache_config)
         self._versions = Versions(self._settings.generation, version_of_the_engine())
-        self._link = link = _to_the_daemon(self._settings, name, vllm_config.device_config.device_type != "cpu")
+        finder = self._settings.finder(VLLM, None, gpu=vllm_config.device_config.device_type != "cpu")
+        self._link = link = Link(finder, name, token=None)  # a worker starts the daemon, and registers the engine
         self._scheduling = Scheduling(
             link,
             model=model,
@@ -359,12 +359,6 @@ class EventForms:
         for block_hash, group in names:
             by_group.setdefault(group, []).append(block_hash)
         return [BlockRemoved(hashes, MEDIUM, group_idx=group) for group, hashes in by_group.items()]
-
-
-def _to_the_daemon(chosen: AdapterSettings, name: str, gpu: bool) -> Link:
-    """The scheduler's link. A worker starts the daemon if there is none, and registers the engine."""
-    companion = chosen.finder(VLLM, None, gpu=gpu)
-    return Link(companion, name, token=None)
 
 
 def _warn(what: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any
+import operator
 
 PACKAGE = "transferd.adapters.vllm"
 FACTORIES = (
@@ -28,7 +28,4 @@ def register() -> None:
     """
     for module, method, name in FACTORIES:
         with contextlib.suppress(ImportError, AttributeError, ValueError):  # ValueError: it is registered already
-            found: Any = importlib.import_module(module)
-            for part in method.split("."):
-                found = getattr(found, part)
-            found(name, PACKAGE, name)
+            operator.attrgetter(method)(importlib.import_module(module))(name, PACKAGE, name)

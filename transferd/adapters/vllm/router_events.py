@@ -14,21 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from transferd.adapters.common.link import Link
 
 MOST = 1_000_000  # announcements at a time; beyond it the oldest are retracted
 A_QUESTION = 4096  # keys
 EVERY_S = 1.0  # between two questions
-
-
-class StoreQuestions(Protocol):
-    """The link to the daemon, as far as it is needed here."""
-
-    @property
-    def ready(self) -> bool: ...
-    def ask(
-        self, keys: Sequence[str], answer: Callable[[list[bool] | None], None] = ..., *, use: bool = ...
-    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +35,7 @@ class StoredBlock:
 class RouterEvents:
     """For the scheduler's thread, unless it says otherwise. removed: makes the events that retract blocks, by name."""
 
-    def __init__(self, link: StoreQuestions, removed: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
+    def __init__(self, link: Link, removed: Callable[[Sequence[Any]], Iterable[Any]]) -> None:
         self._link, self._removed = link, removed
         self._announced = AnnouncedBlocks()
         self._events: list[Any] = []

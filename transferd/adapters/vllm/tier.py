@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
-from transferd.adapters.common.link import Link, why_not_stored
+from transferd.adapters.common.link import BlockTasks, Link, why_not_stored
 from transferd.adapters.common.memory import bytes_at, shared_memory_at
 from transferd.adapters.common.read_leases import LeasedBlocks
 from transferd.adapters.vllm import identity
@@ -46,7 +46,7 @@ from transferd.blocks.fingerprint import digest
 from transferd.client.client import NO_ANSWER_S
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.tasks import ReadStorageTask, Status, TaskResult, WriteStorageTask
+from transferd.tasks import Status, TaskResult
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext, ScheduleEndContext
@@ -90,6 +90,7 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
         engine = _engine(config, primary_kv_view, name, chosen)
         self._fingerprint = engine.fingerprint
         self._link = Link(chosen.finder(VLLM, engine), engine.name, engine.enter)
+        self._tasks = BlockTasks(self._link, "chunks")
         self._jobs = Jobs()
         self._leased = LeasedBlocks(self._link)
         self._rows = _rows(primary_kv_view)
@@ -127,35 +128,24 @@ class TransferdTier(SecondaryTierManager):  # type: ignore[misc] # vLLM is not i
     # --- transfers ----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        task = WriteStorageTask(
-            task_id=f"store-{self._link.life}-{job_metadata.job_id}",
-            keys=[key.hex() for key in job_metadata.keys],
-            gpu_block_ids=job_metadata.chunk_ids.tolist(),
-            timeout=self._settings.timeout,
-        )
+        task = self._tasks.write(*_chunks_of(job_metadata), self._settings.timeout)
         self._link.submit(task, self._jobs.began(job_metadata, task.task_id))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Read what a look-up has found in the page cache; the daemon loads the rest."""
-        task_id = f"load-{self._link.life}-{job_metadata.job_id}"
-        keys, rows = [key.hex() for key in job_metadata.keys], job_metadata.chunk_ids.tolist()
-        done, began = self._jobs.began(job_metadata, task_id), time.monotonic()
+        keys, rows = _chunks_of(job_metadata)
+        task = self._tasks.read(keys, rows, self._settings.timeout)
+        done, began = self._jobs.began(job_metadata, task.task_id), time.monotonic()
 
         def ended(read: list[bool]) -> None:
             here = [row for row, one in zip(rows, read, strict=True) if one]
             rest = [i for i, one in enumerate(read) if not one]
             if not rest:
                 duration = time.monotonic() - began
-                done(TaskResult(task_id=task_id, status=Status.OK, block_ids=here, duration=duration))
+                done(TaskResult(task_id=task.task_id, status=Status.OK, block_ids=here, duration=duration))
                 return
-            task = ReadStorageTask(
-                task_id=task_id,
-                keys=[keys[i] for i in rest],
-                gpu_block_ids=[rows[i] for i in rest],
-                timeout=self._settings.timeout,
-                prefix=False,
-            )
-            self._link.submit(task, lambda result: done(replace(result, block_ids=[*here, *result.block_ids])))
+            left = replace(task, keys=[keys[i] for i in rest], gpu_block_ids=[rows[i] for i in rest])
+            self._link.submit(left, lambda result: done(replace(result, block_ids=[*here, *result.block_ids])))
 
         self._leased.begin_reading(keys, [[self._rows(row)] for row in rows], ended)
 
@@ -263,21 +253,27 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         self._stopped = True
 
 
+def _chunks_of(job: TransferJob) -> tuple[list[str], list[int]]:
+    """The keys of a job's chunks, and their rows in vLLM's host pool."""
+    return [key.hex() for key in job.keys], job.chunk_ids.tolist()
+
+
+def _pool_at(view: memoryview) -> tuple[int, int, int]:
+    """Where vLLM's host pool begins, how many rows it has, and the bytes from row to row."""
+    pool = np.asarray(view)
+    return pool.ctypes.data, pool.shape[0], pool.strides[0]
+
+
 def _rows(view: memoryview) -> Callable[[int], memoryview]:
     """Returns the bytes of a row of vLLM's host pool."""
-    assert view.strides is not None
-    assert view.shape is not None
-    stride = view.strides[0]
-    whole = bytes_at(np.asarray(view).ctypes.data, view.shape[0] * stride)
+    address, rows, stride = _pool_at(view)
+    whole = bytes_at(address, rows * stride)
     return lambda row: whole[row * stride : (row + 1) * stride]
 
 
 def _engine(config: Any, view: memoryview, name: str, chosen: AdapterSettings) -> EngineFacts:
     """vLLM's host pool as an engine of one rank. Raises TierError."""
-    assert view.strides is not None
-    assert view.shape is not None
-    rows, stride = view.shape[0], view.strides[0]
-    mapped = shared_memory_at(np.asarray(view).ctypes.data, rows * stride)
+    address, rows, stride = _pool_at(view)
     return EngineFacts(
         name=name,
         model=config.model.name,
@@ -286,6 +282,6 @@ def _engine(config: Any, view: memoryview, name: str, chosen: AdapterSettings) -
         ranks=1,
         blocks=rows,
         page_bytes=(stride,),
-        memory=OfferedMemory(0, mapped, ((0, stride),)),
+        memory=OfferedMemory(0, shared_memory_at(address, rows * stride), ((0, stride),)),
         fingerprint=identity.of_tier(config, stride, chosen, SYSTEM_CLOCK.fresh_id()),
     )
