@@ -41,8 +41,7 @@ class EngineQueue(EngineCacheQueue):
         port = port_of(self.address)
         if port is None:
             raise ConfigError("EngineCacheQueue", "has an address without a port", str(address))
-        self.group = Group(port)
-        self.group.hold, self.group.release = self.hold, self.release
+        self.group = Group(port, self.hold, self.release)
         self._unheard: set[Any] = set()  # ids of tasks whose answers are dropped
         self._controls: queue.SimpleQueue[ControlItem | None] = queue.SimpleQueue()
         self._controller: threading.Thread | None = None

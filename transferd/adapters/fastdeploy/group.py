@@ -82,19 +82,17 @@ class Group:
     `client` and `control` are thread-safe, because FastDeploy calls them from several threads.
 
     port: the cache queue's.
-    hold, release: end all transfers and refuse new ones, and accept them again; the queue sets them.
+    hold, release: end all transfers and refuse new ones, and accept them again.
     """
 
     first: TransferArguments
     signals: Signals
     closing: threading.Event
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, port: int, hold: Callable[[], None], release: Callable[[], None]) -> None:
+        self.port, self.hold, self.release = port, hold, release
         self.closing = threading.Event()
         self.failed = False
-        self.hold: Callable[[], None] = _nothing
-        self.release: Callable[[], None] = _nothing
         self._launched: dict[int, TransferArguments] = {}  # by rank
         self._keeper: subprocess.Popen[bytes] | None = None
         self._companion: Companion | None = None
@@ -389,10 +387,6 @@ class Group:
                 complained = said
             if said:
                 log.error("%s", said)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _there(part: T | None) -> T:
