@@ -20,7 +20,6 @@ from transferd.adapters.common.slots import PARTS, Slots
 from transferd.tasks import FAILED, NOT_READY, TaskResult
 
 AT_ONCE = 2  # loads of one call, so that the daemon has work while the call copies
-ENTER_S = 10.0  # for the daemon to map the slots of a new engine, before anything fails
 SLACK_S = 2.0  # after its timeout, for the daemon's answer
 LEAVE_S = 2.0
 
@@ -34,21 +33,17 @@ class CopiedBlocks:
     timeout, load_timeout: seconds for one call.
     """
 
-    def __init__(
-        self, link: Link, finder: DaemonFinder, slots: Slots, what: str, *, timeout: float, load_timeout: float
-    ) -> None:
-        self._link, self._finder, self._slots = link, finder, slots
+    def __init__(self, link: Link, slots: Slots, what: str, *, timeout: float, load_timeout: float) -> None:
+        self._link, self._slots = link, slots
         self._tasks = BlockTasks(link, what)
         self._timeout, self._load_timeout = timeout, load_timeout
         self._addresses = [int(one.ctypes.data) for one in slots.bytes]
         self._free = deque(range(slots.count))
         self._some_free = threading.Condition()
-        self._began = time.monotonic()
 
     def ready(self) -> bool:
         """Whether the daemon serves; waits for one that was asked only just now to map the slots."""
-        left = self._began + ENTER_S - time.monotonic()
-        return self._link.ready or (left > 0 and self._finder.listening and self._link.wait_ready(left))
+        return self._link.ready or ((left := self._link.patience) > 0 and self._link.wait_ready(left))
 
     def store(self, keys: Sequence[str], blocks: Sequence[Pieces]) -> list[bool]:
         """Store the blocks at these places; for each whether it is stored. Returns by the deadline."""
@@ -150,7 +145,7 @@ class CopiedObjects(CopiedBlocks):
         self.facts = EngineFacts(ranks=1, blocks=slots.count, page_bytes=[nbytes], memory=slots.offered(), **about)
         self.link = Link(finder, self.facts.name, self.facts.enter, token=self.facts.token)
         what = f"objects of {nbytes} bytes"
-        super().__init__(self.link, finder, slots, what, timeout=timeout, load_timeout=load_timeout)
+        super().__init__(self.link, slots, what, timeout=timeout, load_timeout=load_timeout)
 
     def close(self) -> None:
         """Leave the daemon, and free the slots."""

@@ -15,6 +15,7 @@ import contextlib
 import itertools
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ T = TypeVar("T")
 CONNECT_S = 1.0  # then `_watch` logs and retries; a client that waits longer logs too, but to no logger of the engine
 LOOKUP_TIMEOUT_S = 2.0  # after that the blocks count as missing: the engine computes them
 ANSWER_S = 2 * LOOKUP_TIMEOUT_S  # how long another thread waits for a lookup, even if the link's thread hangs
+ENTER_S = 10.0  # for a daemon to map the memory of a new engine, before anything fails
 WATCH_S = 1.0  # how often the link looks for a lost daemon
 PATIENCE_S = 10.0  # how often a held-back task is logged
 RESET = "reset-"  # begins the unique generation after a reset of the engine's caches: no other engine shares its blocks
@@ -82,6 +84,7 @@ class Link:
         self, companion: DaemonFinder, name: str, enter: Enter | None = None, *, token: str | None = ""
     ) -> None:
         self.life = SYSTEM_CLOCK.fresh_id()
+        self._began = time.monotonic()
         self._name = self._label = name
         self._refused = 0  # looks in a row at which another engine had the name
         self._token = token
@@ -127,6 +130,12 @@ class Link:
     def wait_ready(self, timeout: float) -> bool:
         """Wait until `ready` for the first time."""
         return self._ready.wait(timeout)
+
+    @property
+    def patience(self) -> float:
+        """How many seconds to wait for a daemon that was asked only just now to map this engine's memory."""
+        left = self._began + ENTER_S - time.monotonic()
+        return left if left > 0 and self._companion.listening else 0.0
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """For each key, whether its block can be loaded. All False if the daemon does not answer in time."""

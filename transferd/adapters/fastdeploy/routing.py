@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transferd.adapters.common.link import ENTER_S
 from transferd.adapters.fastdeploy.arguments import RoutingShape
 from transferd.adapters.fastdeploy.items import Item, StorageItem, SwapItem
 from transferd.adapters.fastdeploy.objects import NodeDaemon, Objects
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 NOTHING = -1  # FastDeploy's value of a token without routing, in its unsigned type
-ENTER_S = 10.0
 KIND = "fastdeploy routing"
 
 

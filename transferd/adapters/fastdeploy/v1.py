@@ -27,7 +27,7 @@ from typing import Any
 
 from transferd.adapters.common.copied import LEAVE_S, Pieces
 from transferd.adapters.common.directories import own_directory
-from transferd.adapters.common.link import Link
+from transferd.adapters.common.link import ENTER_S, Link
 from transferd.adapters.fastdeploy.companion import for_objects
 from transferd.adapters.fastdeploy.identity import object_facts
 from transferd.adapters.fastdeploy.objects import NodeDaemon, Objects
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 ENGINE_VARIABLE = "TRANSFERD_FASTDEPLOY_ENGINE"  # set in the engine's process; its workers inherit it
 CONNECT_S = 30.0  # for a daemon to start and to map the slots of sizes that are known
 KIND = "fastdeploy v1"
-ENTER_S = 10.0  # for the slots of a size that is new
 
 
 class _OfNode:

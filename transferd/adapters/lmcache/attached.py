@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from transferd.adapters.common.companion import DaemonFinder
-from transferd.adapters.common.copied import ENTER_S, LEAVE_S, SLACK_S
+from transferd.adapters.common.copied import LEAVE_S, SLACK_S
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import ANSWER_S, BlockTasks, Link, StorageTask
 from transferd.adapters.common.read_leases import ReadLeases
@@ -77,7 +77,7 @@ class AttachedKind:
         life: str,
     ) -> None:
         self.kind = kind
-        self._chosen, self._finder, self._pool = chosen, finder, pool
+        self._chosen, self._pool = chosen, pool
         count, memory = self._offered()
         self.facts = EngineFacts(
             name=engine,
@@ -93,7 +93,6 @@ class AttachedKind:
         )
         self.link = Link(finder, engine, self.facts.enter)
         self.leases = ReadLeases()  # of objects that lookups keep
-        self._began = time.monotonic()
         self._tasks = BlockTasks(self.link, f"objects of {kind.model}")
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
         self._running: set[asyncio.Future[None]] = set()
@@ -107,8 +106,7 @@ class AttachedKind:
 
     async def _ready(self) -> None:
         """Wait for a daemon that was asked only just now to map the slots: a miss would cost a whole prefix."""
-        left = self._began + ENTER_S - time.monotonic()
-        if left > 0 and not self.link.ready and self._finder.listening:
+        if not self.link.ready and (left := self.link.patience) > 0:
             await asyncio.get_running_loop().run_in_executor(None, self.link.wait_ready, left)
 
     async def find(self, keys: Sequence[str]) -> list[bool]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from transferd.adapters.common.companion import DaemonFinder
 from transferd.adapters.common.copied import CopiedBlocks, Pieces
 from transferd.adapters.common.entry import EngineFacts, OfferedMemory
 from transferd.adapters.common.link import BlockTasks, Link
@@ -184,13 +183,13 @@ class AttachedPool:
         self._members = [(one, member, member.clear) for one, member in members.items()]
         for one, member, clear in self._members:  # not every pool shows it otherwise
             member.clear = functools.partial(self._watched_clear, one, clear)
-        finder: DaemonFinder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
+        finder = chosen.finder(SGLANG, self.facts if starts_daemon else None)
         enter = functools.partial(self.facts.enter, canary=False)  # every page may be in use
         self.link = Link(finder, engine, enter)
         self._copies: CopiedBlocks | None = None
         if self._slots is not None:
             times = {"timeout": chosen.timeout, "load_timeout": chosen.load_timeout}
-            self._copies = CopiedBlocks(self.link, finder, self._slots, f"pages of {name}", **times)
+            self._copies = CopiedBlocks(self.link, self._slots, f"pages of {name}", **times)
         self._tasks = BlockTasks(self.link, f"pages of {name}")
         self._leased = LeasedBlocks(self.link)
         self._views = None if getattr(host, "on_gpu", False) else self.pages.views()
