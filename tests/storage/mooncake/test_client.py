@@ -19,7 +19,7 @@ from transferd.config import MooncakeStorageSection, from_tree
 from transferd.errors import ConfigError, StorageError
 from transferd.storage.mooncake import client
 from transferd.storage.mooncake import client as glog
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Buffer, PoolClient, part_of
 
 needs_mooncake = pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed")
 LIMITS = {
@@ -116,9 +116,12 @@ def test_fewer_answers_than_keys_are_no_answer() -> None:
         connected(batch_is_exist=lambda _: [1]).exists(["a", "b"])
 
 
-def test_a_part_of_a_batch_keeps_its_order_and_its_memory() -> None:
-    batch = KeyBatch(["a", "b", "c"], [1, 2, 3], [10, 20, 30])
-    assert batch.only(["c", "a", "x"]) == KeyBatch(["a", "c"], [1, 3], [10, 30])
+def test_a_part_of_a_batch_goes_to_the_library_with_its_own_memory() -> None:
+    batch = {"a": Buffer(1, 10), "b": Buffer(2, 20), "c": Buffer(3, 30)}
+    given: list[list[object]] = []
+    client = connected(batch_get_into=lambda *columns: given.extend(columns) or [10, -704])
+    assert client.get(part_of(batch, ["a", "c"])) == {"a": 10, "c": -704}
+    assert given == [["a", "c"], [1, 3], [10, 30]]
 
 
 # --- the library itself, in a process of its own: it reads its settings once ----------------------
@@ -152,7 +155,7 @@ def test_a_frozen_and_a_dead_master_are_codes_within_the_limit_and_no_noise(tmp_
     code = """
 client = join()
 for _ in range(3):
-    print(client.exists(["a"]), flush=True)
+    print(client.exists(["a"])["a"], flush=True)
     sys.stdin.readline()
 os._exit(0)  # a close would wait for the master once more
 """
@@ -161,15 +164,15 @@ os._exit(0)  # a close would wait for the master once more
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            assert process.stdout.readline() == "[0]\n"
+            assert process.stdout.readline() == "0\n"
             freeze(master.pid)
             process.stdin.write("on\n")
             process.stdin.flush()
-            assert process.stdout.readline() == "[-901]\n"
+            assert process.stdout.readline() == "-901\n"
             master.stop()
             process.stdin.write("on\n")
             process.stdin.flush()
-            assert process.stdout.readline() == "[-900]\n"
+            assert process.stdout.readline() == "-900\n"
             process.stdin.close()
             assert process.wait(60) == 0
             assert process.stderr.read() == ""

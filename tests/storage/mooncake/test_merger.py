@@ -12,7 +12,7 @@ from transferd.errors import StorageUnavailable
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import whose
 from transferd.storage.mooncake import native_calls as merger_module
-from transferd.storage.mooncake.client import KeyBatch
+from transferd.storage.mooncake.client import Batch, Buffer
 from transferd.storage.mooncake.native_calls import MOST_BYTES, MOST_OBJECTS, Merger
 
 
@@ -23,17 +23,21 @@ class Library:
         self.calls: list[list[str]] = []
         self.ends: list[asyncio.Future[None]] = []
 
-    async def __call__(self, batch: KeyBatch) -> list[int]:
+    async def __call__(self, batch: Batch) -> dict[str, int]:
         end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.calls.append(batch.keys)
+        self.calls.append(list(batch))
         self.ends.append(end)
         await end
-        assert batch.addresses == [int(key) + 1000 for key in batch.keys]
-        return [int(key) for key in batch.keys]
+        assert [buffer.address for buffer in batch.values()] == [int(key) + 1000 for key in batch]
+        return {key: int(key) for key in batch}
 
 
-def batch(*numbers: int, nbytes: int = 1) -> KeyBatch:
-    return KeyBatch([str(n) for n in numbers], [n + 1000 for n in numbers], [nbytes] * len(numbers))
+def batch(*numbers: int, nbytes: int = 1) -> Batch:
+    return {str(n): Buffer(n + 1000, nbytes) for n in numbers}
+
+
+def answers(*numbers: int) -> dict[str, int]:
+    return {str(n): n for n in numbers}
 
 
 @pytest.fixture
@@ -47,7 +51,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merger_module, "PATIENCE_S", 3600.0)
 
 
-async def submit(merger: Merger[int], *batches: KeyBatch) -> list[asyncio.Task[list[int]]]:
+async def submit(merger: Merger[int], *batches: Batch) -> list[asyncio.Task[dict[str, int]]]:
     tasks = [asyncio.ensure_future(merger.run(each)) for each in batches]
     await turns()
     return tasks
@@ -70,7 +74,7 @@ async def test_the_first_goes_at_once_and_those_behind_it_together_each_with_its
     await turns()
     assert library.calls == [keys(1), keys(2, 3, 4, 5, 6)]
     library.ends[1].set_result(None)
-    assert await asyncio.gather(*tasks) == [[1], [2, 3], [4], [5, 6]]
+    assert await asyncio.gather(*tasks) == [answers(1), answers(2, 3), answers(4), answers(5, 6)]
     assert (len(library.calls), merger.merged) == (2, 2)
 
 
@@ -79,7 +83,7 @@ async def test_one_after_the_other_is_one_call_each(library: Library) -> None:
     for number in range(3):
         (task,) = await submit(merger, batch(number))
         library.ends[-1].set_result(None)
-        assert await task == [number]
+        assert await task == answers(number)
     assert (len(library.calls), merger.merged) == (3, 0)
 
 
@@ -90,7 +94,7 @@ async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
         library.ends[end].set_result(None)
         await turns()
     assert library.calls == [keys(0), keys(1, 2), keys(2, 3)]
-    assert await asyncio.gather(*tasks) == [[0], [1, 2], [2, 3]]
+    assert await asyncio.gather(*tasks) == [answers(0), answers(1, 2), answers(2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +104,13 @@ async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
         (batch(*range(1, MOST_OBJECTS + 1)), batch(MOST_OBJECTS + 1)),
     ],
 )
-async def test_a_call_has_a_largest_size(library: Library, first: KeyBatch, second: KeyBatch) -> None:
+async def test_a_call_has_a_largest_size(library: Library, first: Batch, second: Batch) -> None:
     merger = Merger(library)
     tasks = await submit(merger, batch(0), first, second)
     for end in range(3):
         library.ends[end].set_result(None)
         await turns()
-    assert library.calls == [keys(0), first.keys, second.keys]
+    assert library.calls == [keys(0), list(first), list(second)]
     await asyncio.gather(*tasks)
 
 
@@ -125,7 +129,7 @@ async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library
         library.ends[end].set_result(None)
         await turns()
     assert library.calls == [keys(0), keys(1, 10), keys(2, 11)]
-    assert await asyncio.gather(*tasks) == [[0], [1], [2], [10], [11]]
+    assert await asyncio.gather(*tasks) == [answers(n) for n in (0, 1, 2, 10, 11)]
 
 
 async def test_a_batch_beyond_the_bound_is_sent_alone(library: Library) -> None:
@@ -145,16 +149,16 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
         while len(library.calls) < 2:  # noqa: ASYNC110 - patience ends by itself
             await asyncio.sleep(0.001)
     library.ends[1].set_result(None)
-    assert await asyncio.gather(*others) == [[1], [2]]
+    assert await asyncio.gather(*others) == [answers(1), answers(2)]
     assert not hanging.done()
     (more,) = await submit(merger, batch(3))
     library.ends[2].set_result(None)
-    assert await more == [3], "the hung call is nobody's business any more"
+    assert await more == answers(3), "the hung call is nobody's business any more"
     library.ends[0].set_result(None)
-    assert await hanging == [0]
+    assert await hanging == answers(0)
     (last,) = await submit(merger, batch(4))
     library.ends[3].set_result(None)
-    assert await last == [4]
+    assert await last == answers(4)
 
 
 async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +172,7 @@ async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monke
     assert library.calls == [keys(0), keys(1), keys(2, 3)]
     for end in library.ends[1:]:
         end.set_result(None)
-    assert await asyncio.gather(*hanging, *others) == [[0], [1], [2], [3]]
+    assert await asyncio.gather(*hanging, *others) == [answers(n) for n in range(4)]
     assert merger.idle
 
 
@@ -182,4 +186,4 @@ async def test_every_caller_of_a_merged_call_gets_its_error_and_the_next_call_go
     await turns()
     library.ends[2].set_result(None)
     results = await asyncio.gather(*tasks, *late, return_exceptions=True)
-    assert [type(result) for result in results] == [list, StorageUnavailable, StorageUnavailable, list]
+    assert [type(result) for result in results] == [dict, StorageUnavailable, StorageUnavailable, dict]

@@ -10,7 +10,7 @@ import mmap
 import sys
 
 from transferd.config import from_tree
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Buffer, PoolClient
 
 
 def main(master: str, key: str, nbytes: int) -> None:
@@ -23,7 +23,7 @@ def main(master: str, key: str, nbytes: int) -> None:
     client.register(address, nbytes)
     print("ready", flush=True)
     sys.stdin.readline()
-    print(client.put(KeyBatch([key], [address], [nbytes])), flush=True)
+    print(client.put({key: Buffer(address, nbytes)})[key], flush=True)
 
 
 if __name__ == "__main__":

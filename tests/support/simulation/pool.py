@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Batch, PoolClient
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -55,15 +55,15 @@ class SimPool:
         """A client, as PoolClient(section) is one."""
         return SimPoolClient(self, hard_pin=section.hard_pin)
 
-    def call(self, operation: str, keys: Sequence[str], each: Callable[[str], int]) -> list[int]:
+    def call(self, operation: str, keys: Collection[str], each: Callable[[str], int]) -> dict[str, int]:
         """One native call."""
         with self._lock:
             self.calls.append((operation, list(keys)))
             scripted = self._scripted.get(operation)
             code = scripted.pop(0) if scripted else None
-        self.before(operation, keys)
+        self.before(operation, list(keys))
         with self._lock:
-            return [each(key) if code is None else code for key in keys]
+            return {key: each(key) if code is None else code for key in keys}
 
     def store(self, key: str, data: bytes, *, pin: bool, over: bool = False) -> int:
         if not over and (key in self.objects or key in self.begun):
@@ -106,54 +106,47 @@ class SimPoolClient(PoolClient):
     def unregister(self, address: int) -> int:
         return error_codes.INVALID_PARAMS if self.registered.pop(address, None) is None else error_codes.OK
 
-    def exists(self, keys: Sequence[str]) -> list[int]:
+    def exists(self, keys: Collection[str]) -> dict[str, int]:
         return self.pool.call("exists", keys, lambda key: int(key in self.pool.objects))
 
-    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
-        places = self._places(batch)
-        return self.pool.call("put", batch.keys, lambda key: self._kept(key, places[key], over=False))
+    def put(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
+        return self.pool.call("put", batch, lambda key: self._kept(key, batch[key], over=False))
 
-    def replace(self, batch: KeyBatch) -> list[int]:
-        places = self._places(batch)
-        return self.pool.call("replace", batch.keys, lambda key: self._kept(key, places[key], over=True))
+    def replace(self, batch: Batch) -> dict[str, int]:
+        return self.pool.call("replace", batch, lambda key: self._kept(key, batch[key], over=True))
 
-    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+    def holders(self, keys: Collection[str]) -> dict[str, list[str]]:
         self.pool.call("holders", keys, lambda _: 0)
-        return [self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys]
+        return {key: self.pool.placed.get(key, [""]) if key in self.pool.objects else [] for key in keys}
 
     def lend(self, nbytes: int, rank: int = 0) -> int:
         self.pool.lent.append(nbytes)
         return error_codes.OK
 
-    def get(self, batch: KeyBatch) -> list[int]:
-        places = self._places(batch)
-
+    def get(self, batch: Batch) -> dict[str, int]:
         def load(key: str) -> int:
             data = self.pool.objects.get(key)
             if data is None:
                 return error_codes.REPLICA_IS_NOT_READY if key in self.pool.begun else error_codes.OBJECT_NOT_FOUND
-            address, size = places[key]
+            address, size = batch[key]
             if len(data) > size or not self._is_registered(address, size):
                 return error_codes.INVALID_PARAMS
             ctypes.memmove(address, data, len(data))
             return len(data)
 
-        return self.pool.call("get", batch.keys, load)
+        return self.pool.call("get", batch, load)
 
-    def lengths(self, keys: Sequence[str]) -> list[int]:
+    def lengths(self, keys: Collection[str]) -> dict[str, int]:
         objects = self.pool.objects
         return self.pool.call(
             "lengths", keys, lambda key: len(objects[key]) if key in objects else error_codes.OBJECT_NOT_FOUND
         )
 
-    def remove(self, keys: Sequence[str]) -> list[int]:
+    def remove(self, keys: Collection[str]) -> dict[str, int]:
         return self.pool.call("remove", keys, self.pool.remove)
 
     def close(self) -> None:
         self.closed = True
-
-    def _places(self, batch: KeyBatch) -> dict[str, tuple[int, int]]:
-        return dict(zip(batch.keys, zip(batch.addresses, batch.sizes, strict=True), strict=True))
 
     def _is_registered(self, address: int, size: int) -> bool:
         return any(start <= address and address + size <= start + n for start, n in self.registered.items())

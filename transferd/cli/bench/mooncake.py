@@ -19,7 +19,7 @@ from transferd.config import Config, MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.storage.base import Storage
 from transferd.storage.mooncake import MooncakeStorage
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Batch, Buffer, PoolClient
 
 SEGMENT = 1024**3
 STAGING = "128MiB"  # room for two of its chunks, as docs/operations.md advises
@@ -63,26 +63,25 @@ class _RawPool(Raw):
         self._memory = mmap.mmap(-1, OBJECTS * object_bytes)
         self._memory.write(b"\x01" * len(self._memory))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._sizes = [object_bytes] * OBJECTS
+        self._object_bytes = object_bytes
         if client.register(self._address, len(self._memory)) != 0:
             raise InvariantError("Mooncake refused to register the benchmark's memory")
 
     def write(self, number: int) -> None:
-        if any(self._client.put(self._batch(number))):
+        if any(self._client.put(self._batch(number)).values()):
             raise InvariantError("a raw put failed")
 
     def read(self, number: int) -> None:
-        if self._client.get(self._batch(number)) != self._sizes:
+        if set(self._client.get(self._batch(number)).values()) != {self._object_bytes}:
             raise InvariantError("a raw get failed")
 
     def forget(self, number: int, names: Sequence[str]) -> None:
         """Remove the raw objects and ours: they would fill the pool, and the next run would write to fresh memory."""
-        self._client.remove([*self._batch(number).keys, *names])
+        self._client.remove([*self._batch(number), *names])
 
     def close(self) -> None:
         self._client.unregister(self._address)
 
-    def _batch(self, number: int) -> KeyBatch:
-        size = self._sizes[0]
-        keys = [f"raw/{number}/{i}" for i in range(OBJECTS)]
-        return KeyBatch(keys, [self._address + i * size for i in range(OBJECTS)], self._sizes)
+    def _batch(self, number: int) -> Batch:
+        size = self._object_bytes
+        return {f"raw/{number}/{i}": Buffer(self._address + i * size, size) for i in range(OBJECTS)}

@@ -1,4 +1,4 @@
-"""The library's client behind plain blocking functions: lists of keys in, lists of codes out.
+"""The library's client behind plain blocking functions: keys in, the code of each key out.
 
 Limits. The library reads its limits from the environment once. So we set them before importing it, unless
 the operator has set them:
@@ -22,10 +22,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -43,29 +42,15 @@ LANES = 4  # connections to a node, by default
 STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
-@dataclass(frozen=True, slots=True)
-class KeyBatch:
-    """Distinct keys, with the registered memory that their objects are read from or written to."""
+class Buffer(NamedTuple):
+    """The registered memory that an object is read from or written to."""
 
-    keys: list[str]
-    addresses: list[int]
-    sizes: list[int]
+    address: int
+    nbytes: int
 
-    @classmethod
-    def joined(cls, batches: Iterable[KeyBatch]) -> KeyBatch:
-        """All batches as one. No key may be in two of them."""
-        whole = cls([], [], [])
-        for batch in batches:
-            whole.keys.extend(batch.keys)
-            whole.addresses.extend(batch.addresses)
-            whole.sizes.extend(batch.sizes)
-        return whole
 
-    def only(self, keys: Sequence[str]) -> KeyBatch:
-        """The part of the batch with these keys, in the batch's order."""
-        wanted = set(keys)
-        kept = [i for i, key in enumerate(self.keys) if key in wanted]
-        return KeyBatch([self.keys[i] for i in kept], [self.addresses[i] for i in kept], [self.sizes[i] for i in kept])
+Batch = Mapping[str, Buffer]
+"""The objects of a call, by key."""
 
 
 CopyTask = tuple[int, int]
@@ -75,8 +60,8 @@ CopyTask = tuple[int, int]
 class PoolClient:
     """The library's client of one pool, connected. Every method blocks and may be called from any thread.
 
-    Call `close` only when no other call runs. Lists of codes have one code per key (error_codes.py). Raises
-    StorageError if the library itself fails.
+    Call `close` only when no other call runs. Codes are those of error_codes.py. Raises StorageError if the library
+    itself fails.
     """
 
     _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
@@ -146,28 +131,23 @@ class PoolClient:
         code: int = self._store.unregister_buffer(address)
         return code
 
-    def exists(self, keys: Sequence[str]) -> list[int]:
+    def exists(self, keys: Collection[str]) -> dict[str, int]:
         """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
         return _per_key(keys, lambda: self._store.batch_is_exist(list(keys)))
 
-    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+    def put(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         """Store objects; 0 or a code for each. alone: one copy, and that on this node if it lends memory.
 
         Also 0 for a key that another client is writing, or never finished.
         """
         replicate = self._alone if alone else self._replicate
-        return _per_key(
-            batch.keys, lambda: self._store.batch_put_from(batch.keys, batch.addresses, batch.sizes, replicate)
-        )
+        return _per_key(batch, lambda: self._store.batch_put_from(*_columns(batch), replicate))
 
-    def replace(self, batch: KeyBatch) -> list[int]:
+    def replace(self, batch: Batch) -> dict[str, int]:
         """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
-        return _per_key(
-            batch.keys,
-            lambda: self._store.batch_upsert_from(batch.keys, batch.addresses, batch.sizes, self._replicate),
-        )
+        return _per_key(batch, lambda: self._store.batch_upsert_from(*_columns(batch), self._replicate))
 
-    def holders(self, keys: Sequence[str]) -> list[list[str]]:
+    def holders(self, keys: Collection[str]) -> dict[str, list[str]]:
         """For each key, the nodes (host:port) that have the whole object, first the one that a get reads from.
 
         "" stands for this node, and for a medium that is no node's memory. The list is empty if there is no such
@@ -175,8 +155,8 @@ class PoolClient:
         """
         with _translated():
             found = self._store.batch_get_replica_desc(list(keys))
-        held = [[_holder(r, self.own) for r in found.get(key, ()) if r.status == self._complete] for key in keys]
-        return [sorted(each, key=bool) if len(each) > 1 else each for each in held]
+        held = {key: [_holder(r, self.own) for r in found.get(key, ()) if r.status == self._complete] for key in keys}
+        return {key: sorted(each, key=bool) if len(each) > 1 else each for key, each in held.items()}
 
     def copy(self, copies: Sequence[tuple[str, str]]) -> list[CopyTask | int]:
         """Request a further copy of each object (key) in a segment (name). Returns a task or a code for each.
@@ -202,15 +182,15 @@ class PoolClient:
                 ended.append(False if answer is None else self._copying.get(answer.status, False))
         return ended
 
-    def get(self, batch: KeyBatch) -> list[int]:
+    def get(self, batch: Batch) -> dict[str, int]:
         """Load objects; each object's length, or a code."""
-        return _per_key(batch.keys, lambda: self._store.batch_get_into(batch.keys, batch.addresses, batch.sizes))
+        return _per_key(batch, lambda: self._store.batch_get_into(*_columns(batch)))
 
-    def lengths(self, keys: Sequence[str]) -> list[int]:
+    def lengths(self, keys: Collection[str]) -> dict[str, int]:
         """The objects' lengths, or codes. Takes one request per key."""
         return _per_key(keys, lambda: [self._store.get_size(key) for key in keys])
 
-    def remove(self, keys: Sequence[str]) -> list[int]:
+    def remove(self, keys: Collection[str]) -> dict[str, int]:
         """Remove objects, even leased and pinned ones; 0 or a code for each."""
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
@@ -226,19 +206,15 @@ class PoolClient:
         store.close()
 
 
-def put_and_look(client: PoolClient, batch: KeyBatch, alone: bool) -> tuple[list[int], list[list[str]]]:
+def put_and_look(client: PoolClient, batch: Batch, alone: bool) -> tuple[dict[str, int], dict[str, list[str]]]:
     """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
 
-    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns each object's nodes, where known.
+    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns the nodes of each of these.
     """
     answers = client.put(batch, alone=alone)
-    held: list[list[str]] = [[] for _ in answers]
-    doubtful = [i for i, code in enumerate(answers) if code == OK or code in OVERTAKEN]
-    if doubtful:
-        for i, holders in zip(doubtful, client.holders([batch.keys[i] for i in doubtful]), strict=True):
-            held[i] = holders
-            answers[i] = OK if holders else UNSEEN
-    return answers, held
+    doubtful = [key for key, code in answers.items() if code == OK or code in OVERTAKEN]
+    held = client.holders(doubtful) if doubtful else {}
+    return answers | {key: OK if nodes else UNSEEN for key, nodes in held.items()}, held
 
 
 def key_of(name: str) -> str:
@@ -318,12 +294,22 @@ def _holder(replica: Any, own: frozenset[str]) -> str:
     return "" if endpoint in own else endpoint
 
 
-def _per_key(keys: Sequence[str], call: Callable[[], Sequence[int]]) -> list[int]:
+def part_of(batch: Batch, keys: Iterable[str]) -> Batch:
+    """The part of a batch with these keys."""
+    return {key: batch[key] for key in keys}
+
+
+def _columns(batch: Batch) -> tuple[list[str], list[int], list[int]]:
+    """Keys, addresses and lengths, as the library takes them."""
+    return list(batch), [buffer.address for buffer in batch.values()], [buffer.nbytes for buffer in batch.values()]
+
+
+def _per_key(keys: Collection[str], call: Callable[[], Sequence[int]]) -> dict[str, int]:
     with _translated():
         codes = [int(code) for code in call()]
     if len(codes) != len(keys):
         raise StorageError(f"Mooncake returned {len(codes)} codes for {len(keys)} keys")
-    return codes
+    return dict(zip(keys, codes, strict=True))
 
 
 def _raise_if_silent(code: int) -> None:

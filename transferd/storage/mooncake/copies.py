@@ -219,7 +219,7 @@ class Copies:
             )
             if going and not dry_run:
                 codes = await self._in_thread(lambda client, keys=[one.key for one in going]: client.remove(keys))  # type: ignore[misc]
-                if stays := [code for code in codes if code not in (OK, *NOT_THERE)]:
+                if stays := [code for code in codes.values() if code not in (OK, *NOT_THERE)]:
                     what = f"{len(stays)} of {len(going)} objects stay in the pool ({describe(stays[0])})"
                     raise StorageError(f"{what}: purge again")
             total += Purged(len(going), sum(one.nbytes for one in going))

@@ -14,7 +14,7 @@ import msgspec
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Batch, Buffer, PoolClient
 
 
 def connect(section: MooncakeStorageSection) -> PoolClient:
@@ -43,13 +43,13 @@ class DeviceClients(PoolClient):
         _, place = self._memory.pop(address, (0, 0))
         return PoolClient.unregister(self._clients[place], address)
 
-    def put(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+    def put(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         return self._moved(batch, lambda client, part: PoolClient.put(client, part, alone=alone))
 
-    def replace(self, batch: KeyBatch) -> list[int]:
+    def replace(self, batch: Batch) -> dict[str, int]:
         return self._moved(batch, PoolClient.replace)
 
-    def get(self, batch: KeyBatch) -> list[int]:
+    def get(self, batch: Batch) -> dict[str, int]:
         return self._moved(batch, PoolClient.get)
 
     def lend(self, nbytes: int, rank: int = 0) -> int:
@@ -70,20 +70,15 @@ class DeviceClients(PoolClient):
             self._clients[place] = made
         return self._clients[place]
 
-    def _moved(self, batch: KeyBatch, move: Callable[[PoolClient, KeyBatch], list[int]]) -> list[int]:
-        """`move` for each device's objects, at the same time. Returns the codes in the batch's order."""
-        keys: dict[int, list[str]] = {}
+    def _moved(self, batch: Batch, move: Callable[[PoolClient, Batch], dict[str, int]]) -> dict[str, int]:
+        """`move` for each device's objects, at the same time."""
+        parts: dict[int, dict[str, Buffer]] = {}
         memory = list(self._memory.items())  # another rank may be registered meanwhile
-        for key, address in zip(batch.keys, batch.addresses, strict=True):
-            places = (place for start, (end, place) in memory if start <= address < end)
-            keys.setdefault(next(places, 0), []).append(key)
-        if len(keys) == 1:
-            return move(self._clients[next(iter(keys))], batch)
-        with ThreadPoolExecutor(len(keys)) as threads:
-            answers = threads.map(lambda place: move(self._clients[place], batch.only(keys[place])), keys)
-            codes = {
-                key: code
-                for place, some in zip(keys, answers, strict=True)
-                for key, code in zip(keys[place], some, strict=True)
-            }
-        return [codes[key] for key in batch.keys]
+        for key, buffer in batch.items():
+            places = (place for start, (end, place) in memory if start <= buffer.address < end)
+            parts.setdefault(next(places, 0), {})[key] = buffer
+        if len(parts) == 1:
+            return move(self._clients[next(iter(parts))], batch)
+        with ThreadPoolExecutor(len(parts)) as threads:
+            answers = threads.map(lambda place: move(self._clients[place], parts[place]), parts)
+            return {key: code for some in answers for key, code in some.items()}

@@ -21,6 +21,7 @@ import mmap
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain
 
 import structlog
 
@@ -30,7 +31,7 @@ from transferd.errors import StorageError
 from transferd.runtime.aio import uncancelled
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Batch, Buffer, PoolClient
 from transferd.storage.mooncake.loads import Loads
 
 log = structlog.get_logger(__name__)
@@ -42,7 +43,7 @@ LOOK_EVERY_S = 1.0
 MOST_WAITING = 1024  # lookups that wait for this check; any more are not counted
 _RECORD = re.compile(rb"([0-9a-f]{16}) ([^\0]*)\0*\Z")
 
-Native = Callable[[Callable[[PoolClient], list[int]], int], Awaitable[list[int]]]
+Native = Callable[[Callable[[PoolClient], dict[str, int]], int], Awaitable[dict[str, int]]]
 
 
 class LayoutRecords:
@@ -97,7 +98,7 @@ class LayoutRecords:
         """Remember the records in these slots. Returns the empty slots."""
         batch = self._batch(slots)
         read = await uncancelled(self._loads.run(batch))
-        answers = {slot: read[key] for slot, key in zip(slots, batch.keys, strict=True)}
+        answers = {slot: read[key] for slot, key in zip(slots, batch, strict=True)}
         for slot, code in answers.items():
             if code == RECORD_BYTES:
                 self._note(self._memory[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
@@ -109,9 +110,10 @@ class LayoutRecords:
         batch = self._batch([slot])
         await self._native(lambda client: client.put(batch), 1)
 
-    def _batch(self, slots: Iterable[int]) -> KeyBatch:
-        keys = [f"{PREFIX}{self._model}/{slot}" for slot in slots]
-        return KeyBatch(keys, [self.address + slot * RECORD_BYTES for slot in slots], [RECORD_BYTES] * len(keys))
+    def _batch(self, slots: Iterable[int]) -> Batch:
+        return {
+            f"{PREFIX}{self._model}/{slot}": Buffer(self.address + slot * RECORD_BYTES, RECORD_BYTES) for slot in slots
+        }
 
     def _note(self, record: bytes) -> None:
         match = _RECORD.match(record)
@@ -144,8 +146,7 @@ class LayoutRecords:
     async def _count(self, names: Iterable[str]) -> None:
         ours = f"{self._model}/{self._layout.fingerprint}/"
         rests = [name.removeprefix(ours) for name in names if name.startswith(ours)]
-        keys = [f"{self._model}/{fingerprint}/{rest}" for rest in rests for fingerprint in self.others]
-        if keys:
+        theirs = [[f"{self._model}/{fingerprint}/{rest}" for fingerprint in self.others] for rest in rests]
+        if keys := list(chain.from_iterable(theirs)):
             found = await self._native(lambda client: client.exists(keys), 0)
-            width = len(self.others)
-            self.misses += sum(1 in found[i : i + width] for i in range(0, len(found), width))
+            self.misses += sum(any(found[key] == 1 for key in of_one) for of_one in theirs)

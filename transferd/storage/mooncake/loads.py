@@ -11,12 +11,12 @@ endpoint in place of a code.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import KeyBatch, PoolClient
+from transferd.storage.mooncake.client import Batch, PoolClient, part_of
 from transferd.storage.mooncake.error_codes import describe
 from transferd.storage.mooncake.native_calls import Merger
 from transferd.storage.mooncake.peers import Call, Peers, unreachable
@@ -27,7 +27,8 @@ Answer = int | str | StorageError
 """For each key: its length, a code, the node that has it and was not asked, or the error of that node's call."""
 
 
-Native = Callable[[Callable[[PoolClient, Call], list[int | str]], int], Awaitable[tuple[list[int | str], Call]]]
+Codes = dict[str, int | str]
+Native = Callable[[Callable[[PoolClient, Call], Codes], int], Awaitable[tuple[Codes, Call]]]
 """Makes a native call: MooncakeStorage's. The function runs in a thread, and names in its Call whom it waits for."""
 
 
@@ -46,28 +47,26 @@ class Loads:
     def merged(self) -> int:
         return self._all.merged + self._merged + sum(merger.merged for merger in self._by_peer.values())
 
-    async def run(self, batch: KeyBatch) -> dict[str, Answer]:
+    async def run(self, batch: Batch) -> dict[str, Answer]:
         """The answer for each key, without endpoints. Raises StorageError if the master does not answer."""
-        answers: dict[str, Answer] = dict(zip(batch.keys, await self._all.run(batch), strict=True))
+        answers = await self._all.run(batch)
         left: dict[str, list[str]] = {}
         for key, answer in answers.items():
             if isinstance(answer, str):
                 left.setdefault(answer, []).append(key)
         if left:
             self._peers.met(left)
-            parts = [self._of(endpoint, batch.only(keys)) for endpoint, keys in left.items()]
+            parts = [self._of(endpoint, part_of(batch, keys)) for endpoint, keys in left.items()]
             for part in await every(parts):
                 answers |= part
         return answers
 
-    async def _ours_and_one(self, batch: KeyBatch) -> list[Answer]:
-        answers, call = await self._native(
-            lambda client, call: self._get_ours_and_one(client, call, batch), len(batch.keys)
-        )
+    async def _ours_and_one(self, batch: Batch) -> dict[str, Answer]:
+        answers, call = await self._native(lambda client, call: self._get_ours_and_one(client, call, batch), len(batch))
         self._peers.met(call.peers)
-        return self._named(batch, answers, call)
+        return self._named(answers, call)
 
-    async def _of(self, endpoint: str, batch: KeyBatch) -> dict[str, Answer]:
+    async def _of(self, endpoint: str, batch: Batch) -> dict[str, Answer]:
         """Get one node's objects. Its error is the answer for each of its keys, and does not concern other nodes."""
         try:
             await self._peers.verdict(endpoint)
@@ -75,56 +74,52 @@ class Loads:
             if merger is None:
                 merger = self._by_peer[endpoint] = Merger(lambda joined: self._get(endpoint, joined), MOST)
             try:
-                answers = await merger.run(batch)
+                return await merger.run(batch)
             finally:
                 if merger.idle and self._by_peer.get(endpoint) is merger:
                     self._merged += merger.merged
                     del self._by_peer[endpoint]
         except StorageError as error:
-            return dict.fromkeys(batch.keys, error)
-        return dict(zip(batch.keys, answers, strict=True))
+            return dict.fromkeys(batch, error)
 
-    async def _get(self, endpoint: str, batch: KeyBatch) -> list[Answer]:
+    async def _get(self, endpoint: str, batch: Batch) -> dict[str, Answer]:
         await self._peers.verdict(endpoint)  # it may have gone down while the batch waited for its turn
 
-        def get(client: PoolClient, call: Call) -> list[int | str]:
+        def get(client: PoolClient, call: Call) -> Codes:
             call.peers = frozenset({endpoint})
-            return list(client.get(batch))
+            return {**client.get(batch)}
 
-        return self._named(batch, *await self._native(get, len(batch.keys)))
+        return self._named(*await self._native(get, len(batch)))
 
-    def _named(self, batch: KeyBatch, answers: Sequence[int | str], call: Call) -> list[Answer]:
+    def _named(self, answers: Mapping[str, Answer], call: Call) -> dict[str, Answer]:
         """The answers, with an error that names node and key in place of the code of a failed transfer."""
-        if error_codes.TRANSFER_FAIL not in answers or len(call.peers) != 1:
-            return list(answers)
+        named = dict(answers)
+        if error_codes.TRANSFER_FAIL not in named.values() or len(call.peers) != 1:
+            return named
         (endpoint,) = call.peers
         why = self._peers.down.get(endpoint)
-        named: list[Answer] = []
-        for key, answer in zip(batch.keys, answers, strict=True):
-            if answer != error_codes.TRANSFER_FAIL:
-                named.append(answer)
-            elif why is not None:
-                named.append(StorageUnavailable(f"Mooncake could not load {key}: {unreachable(endpoint, why)}"))
+        for key in [key for key, answer in named.items() if answer == error_codes.TRANSFER_FAIL]:
+            if why is not None:
+                named[key] = StorageUnavailable(f"Mooncake could not load {key}: {unreachable(endpoint, why)}")
             else:
-                what = f"Mooncake could not load {key} from the node {endpoint} ({describe(answer)})"
-                named.append(StorageError(what))
+                code = describe(error_codes.TRANSFER_FAIL)
+                named[key] = StorageError(f"Mooncake could not load {key} from the node {endpoint} ({code})")
         return named
 
-    def _get_ours_and_one(self, client: PoolClient, call: Call, batch: KeyBatch) -> list[int | str]:
+    def _get_ours_and_one(self, client: PoolClient, call: Call, batch: Batch) -> Codes:
         """In a thread: look up who has each object, and get those that wait for one node at most.
 
         Where an earlier such call still waits for that node, it is slow, and its own merger bounds what it takes.
         """
-        holders = [held[0] if held else "" for held in client.holders(batch.keys)]
-        others = frozenset(holders) - {""}
+        holders = {key: held[0] if held else "" for key, held in client.holders(batch).items()}
+        others = frozenset(holders.values()) - {""}
         if len(others) == 1 and not others & (self._peers.doubted | self._peers.down.keys()):
             (other,) = others
             if self._awaited.setdefault(other, call) is call:
                 call.peers = others
                 try:
-                    return list(client.get(batch))
+                    return {**client.get(batch)}
                 finally:
                     del self._awaited[other]
-        here = [key for key, holder in zip(batch.keys, holders, strict=True) if not holder]
-        got = dict(zip(here, client.get(batch.only(here)), strict=True)) if here else {}
-        return [holder or got[key] for key, holder in zip(batch.keys, holders, strict=True)]
+        here = part_of(batch, [key for key, holder in holders.items() if not holder])
+        return {**holders, **(client.get(here) if here else {})}

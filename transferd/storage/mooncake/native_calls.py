@@ -22,7 +22,7 @@ from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import Background
 from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, whose
-from transferd.storage.mooncake.client import KeyBatch
+from transferd.storage.mooncake.client import Batch, Buffer
 
 T = TypeVar("T")
 
@@ -118,8 +118,8 @@ MOST_OBJECTS = 128
 
 @dataclass(slots=True, eq=False)
 class _Waiting(Generic[T]):
-    batch: KeyBatch
-    answer: asyncio.Future[list[T]]
+    batch: Batch
+    answer: asyncio.Future[dict[str, T]]
 
 
 # The library waits for a TCP transfer by polling: every running data call occupies a CPU core. And every call makes
@@ -133,7 +133,7 @@ class Merger(Generic[T]):
     most: calls at a time.
     """
 
-    def __init__(self, call: Callable[[KeyBatch], Awaitable[list[T]]], most: float = math.inf) -> None:
+    def __init__(self, call: Callable[[Batch], Awaitable[dict[str, T]]], most: float = math.inf) -> None:
         self.merged = 0  # batches that joined another's call
         self._call = call
         self._most = most
@@ -146,7 +146,7 @@ class Merger(Generic[T]):
     def idle(self) -> bool:
         return not self._queues and not self._under_way
 
-    async def run(self, batch: KeyBatch) -> list[T]:
+    async def run(self, batch: Batch) -> dict[str, T]:
         """The answers for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
         waiting: _Waiting[T] = _Waiting(batch, loop.create_future())
@@ -160,21 +160,18 @@ class Merger(Generic[T]):
         self._running.begin(self._make(self._take()))
 
     def _take(self) -> list[_Waiting[T]]:
-        """Batches of each engine in turn, each engine's in their order, while they fit.
-
-        Stop at a repeated key: its code would be ambiguous.
-        """
+        """Batches of each engine in turn, each engine's in their order, while they fit. Stop at a repeated key."""
         group: list[_Waiting[T]] = []
         keys: set[str] = set()
         nbytes = 0
         while self._queues:
             owner, queue = next(iter(self._queues.items()))
             batch = queue[0].batch
-            nbytes += sum(batch.sizes)
-            too_much = nbytes > MOST_BYTES or len(keys) + len(batch.keys) > MOST_OBJECTS
-            if group and (too_much or not keys.isdisjoint(batch.keys)):
+            nbytes += sum([buffer.nbytes for buffer in batch.values()])
+            too_much = nbytes > MOST_BYTES or len(keys) + len(batch) > MOST_OBJECTS
+            if group and (too_much or not keys.isdisjoint(batch)):
                 break
-            keys.update(batch.keys)
+            keys.update(batch)
             group.append(queue.popleft())
             self._queues.move_to_end(owner)
             if not queue:
@@ -187,16 +184,16 @@ class Merger(Generic[T]):
     async def _make(self, group: list[_Waiting[T]]) -> None:
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._free, group)
         try:
-            answers = await self._call(KeyBatch.joined([waiting.batch for waiting in group]))
+            joined: dict[str, Buffer] = {}
+            for waiting in group:
+                joined |= waiting.batch
+            answers = await self._call(joined)
         except Exception as error:  # noqa: BLE001 - the callers handle it
             for waiting in group:
                 waiting.answer.set_exception(error)
         else:
-            start = 0
             for waiting in group:
-                end = start + len(waiting.batch.keys)
-                waiting.answer.set_result(answers[start:end])
-                start = end
+                waiting.answer.set_result({key: answers[key] for key in waiting.batch})
         finally:
             timer.cancel()
             self._under_way -= 1

@@ -38,7 +38,7 @@ import contextlib
 import functools
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -54,11 +54,13 @@ from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Index, O
 from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import (
-    KeyBatch,
+    Batch,
+    Buffer,
     PoolClient,
     first_of_each,
     key_of,
     longest_transfer,
+    part_of,
     put_and_look,
     registered_address,
 )
@@ -258,14 +260,15 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         keys = [key_of(name) for name in names]
         self._copies.recent.used(keys)
         found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
-        wrong = next((code for code in found if code not in (0, 1)), None)
+        wrong = next((code for code in found.values() if code not in (0, 1)), None)
         if wrong is not None:
             self._counts["errors"] += 1
             kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
             raise kind(f"Mooncake could not look up the keys ({error_codes.describe(wrong)})")
-        if 0 in found and self._layouts is not None:
-            self._layouts.absent(names[found.index(0)])
-        return [code == 1 and not self._suspects.avoided(key) for key, code in zip(keys, found, strict=True)]
+        there = [found[key] == 1 for key in keys]
+        if self._layouts is not None and not all(there):
+            self._layouts.absent(names[there.index(False)])
+        return [is_there and not self._suspects.avoided(key) for key, is_there in zip(keys, there, strict=True)]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
         first = first_of_each(blobs)
@@ -335,19 +338,20 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             | self._copies.statistics()
         )
 
-    def _batch(self, first: dict[str, Blob]) -> KeyBatch:
-        addresses = [registered_address(blob, self._registered) for blob in first.values()]
-        return KeyBatch([key_of(name) for name in first], addresses, [blob.data.nbytes for blob in first.values()])
+    def _batch(self, first: dict[str, Blob]) -> Batch:
+        return {
+            key_of(name): Buffer(registered_address(blob, self._registered), blob.data.nbytes)
+            for name, blob in first.items()
+        }
 
     # --- put ----------------------------------------------------------------------------------------
 
-    async def _put(self, batch: KeyBatch) -> dict[str, Outcome]:
+    async def _put(self, batch: Batch) -> dict[str, Outcome]:
         self._breaker.check()  # fail before waiting in the merger
-        sizes = dict(zip(batch.keys, batch.sizes, strict=True))
-        doubted = [key for key in batch.keys if key in self._suspects]
-        replaced = await self._replace(batch.only(doubted))
-        batch = batch.only([key for key in batch.keys if key not in replaced])
-        answers = dict(zip(batch.keys, await self._puts.run(batch), strict=True)) if batch.keys else {}
+        doubted = [key for key in batch if key in self._suspects]
+        replaced = await self._replace(part_of(batch, doubted))
+        usual = part_of(batch, [key for key in batch if key not in replaced])
+        answers = await self._puts.run(usual) if usual else {}
         before: PoolState | None = None
         for number, pause in enumerate(ROOM_PAUSES_S):
             full = [key for key, code in answers.items() if code == error_codes.NO_AVAILABLE_HANDLE]
@@ -357,52 +361,52 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             if number == len(ROOM_PAUSES_S) // 2:
                 before = await self._looks.look()
             await asyncio.sleep(random.uniform(pause / 2, pause))
-            answers |= zip(full, await self._puts.run(batch.only(full)), strict=True)
+            answers |= await self._puts.run(part_of(batch, full))
         # A copy was for a node that is silent or dead, and the master may choose it again. So one copy here has to do.
         broken = [key for key, code in answers.items() if code == error_codes.TRANSFER_FAIL]
         if broken and (self._section.replica_num > 1 or self._peers.down):
             self._peers.put_failed()
-            answers |= zip(broken, await self._put_together(batch.only(broken), alone=True), strict=True)
+            answers |= await self._put_together(part_of(batch, broken), alone=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
-        answers |= await self._settle(batch.only(unseen))
+        answers |= await self._settle(part_of(batch, unseen))
         answers |= replaced
         self._suspects.stored(key for key in doubted if answers[key] == error_codes.OK)
         after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
         return {
-            key: STORED if code == error_codes.OK else not_stored(key, code, sizes[key], before, after)
+            key: STORED if code == error_codes.OK else not_stored(key, code, batch[key].nbytes, before, after)
             for key, code in answers.items()
         }
 
-    async def _replace(self, batch: KeyBatch) -> dict[str, int]:
+    async def _replace(self, batch: Batch) -> dict[str, int]:
         """Overwrite objects. Returns their codes."""
-        if not batch.keys:
+        if not batch:
             return {}
-        codes, _ = await self._moving_call(CallKind.STORE, lambda client, _: client.replace(batch), len(batch.keys))
-        return dict(zip(batch.keys, codes, strict=True))
+        codes, _ = await self._moving_call(CallKind.STORE, lambda client, _: client.replace(batch), len(batch))
+        return codes
 
-    async def _put_together(self, batch: KeyBatch, *, alone: bool = False) -> list[int]:
+    async def _put_together(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         """One call of the merger's. alone: store one copy, on this node."""
-        held: list[list[str]] = []
+        held: dict[str, list[str]] = {}
 
-        def put(client: PoolClient, _: Call) -> list[int]:
+        def put(client: PoolClient, _: Call) -> dict[str, int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
             answers, holders = put_and_look(client, batch, alone=alone or self._peers.in_the_way())
-            held.extend(holders)
+            held.update(holders)
             return answers
 
-        answers, _ = await self._moving_call(CallKind.STORE, put, len(batch.keys))
-        stored = [holders for holders, code in zip(held, answers, strict=True) if code == error_codes.OK and holders]
+        answers, _ = await self._moving_call(CallKind.STORE, put, len(batch))
+        stored = [holders for holders in held.values() if holders]
         self._counts["under_replicated"] += sum(len(holders) < self._section.replica_num for holders in stored)
         self._peers.met({holder for holders in stored for holder in holders} - {""})
         return answers
 
-    async def _settle(self, unseen: KeyBatch) -> dict[str, int]:
+    async def _settle(self, unseen: Batch) -> dict[str, int]:
         """Settle keys that should be stored but are not found: the final code of each."""
         missing = unseen
-        self._counts["contested"] += len(missing.keys)
+        self._counts["contested"] += len(missing)
         try:
             for pause in CONTEST_PAUSES_S:
-                if not missing.keys:
+                if not missing:
                     break
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
@@ -410,42 +414,41 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         except LeftRunning:
             raise
         except StorageUnavailable:
-            return dict.fromkeys(unseen.keys, error_codes.RPC_FAIL)
-        return dict.fromkeys(unseen.keys, error_codes.OK) | still
+            return dict.fromkeys(unseen, error_codes.RPC_FAIL)
+        return dict.fromkeys(unseen, error_codes.OK) | still
 
-    async def _absent(self, batch: KeyBatch) -> KeyBatch:
+    async def _absent(self, batch: Batch) -> Batch:
         """The part of a batch that a get would miss now."""
-        found = await self._native(CallKind.STORE, lambda client: client.exists(batch.keys))
-        return batch.only([key for key, code in zip(batch.keys, found, strict=True) if code != 1])
+        found = await self._native(CallKind.STORE, lambda client: client.exists(batch))
+        return part_of(batch, [key for key, code in found.items() if code != 1])
 
-    async def _take_over(self, batch: KeyBatch) -> dict[str, int]:
+    async def _take_over(self, batch: Batch) -> dict[str, int]:
         """Overwrite objects whose other writer does not finish. Returns what is still absent, with a code for each.
 
         There may be no other writer: a full pool may evict an object before our lookup has leased it.
         """
-        if not batch.keys:
+        if not batch:
             return {}
-        self._counts["taken_over"] += len(batch.keys)
+        self._counts["taken_over"] += len(batch)
         answers = await self._replace(batch)
-        absent = (await self._absent(batch)).keys
+        absent = await self._absent(batch)
         seen = {error_codes.OK, *error_codes.OVERTAKEN}
         return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
 
     # --- get ----------------------------------------------------------------------------------------
 
-    async def _get(self, batch: KeyBatch) -> dict[str, Outcome]:
+    async def _get(self, batch: Batch) -> dict[str, Outcome]:
         self._breaker.check()
-        outcomes: dict[str, Outcome] = {key: MISSING for key in batch.keys if self._suspects.avoided(key)}
-        batch, odd = batch.only([key for key in batch.keys if key not in outcomes]), []
-        doubted = [key for key in batch.keys if self._suspects.doubted(key)]
+        outcomes: dict[str, Outcome] = {key: MISSING for key in batch if self._suspects.avoided(key)}
+        batch, odd = part_of(batch, [key for key in batch if key not in outcomes]), []
+        doubted = [key for key in batch if self._suspects.doubted(key)]
         try:
-            answers = await self._loads.run(batch) if batch.keys else {}
+            answers = await self._loads.run(batch) if batch else {}
         except LeftRunning as error:
-            answers = dict.fromkeys(batch.keys, error)
-        for key, size in zip(batch.keys, batch.sizes, strict=True):
-            code = answers[key]
+            answers = dict.fromkeys(batch, error)
+        for key, code in answers.items():
             assert not isinstance(code, str), key
-            if code == size:
+            if code == batch[key].nbytes:
                 outcomes[key] = FOUND
             elif isinstance(code, StorageError):
                 outcomes[key] = Outcome(Found.FAILED, code)
@@ -454,19 +457,19 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             else:
                 outcomes[key] = MISSING if code in error_codes.NOT_THERE else failed("load", key, code)
         self._suspects.came(key for key in doubted if outcomes.get(key) is FOUND)
-        return outcomes | await self._misfits(batch.only(odd))
+        return outcomes | await self._misfits(part_of(batch, odd))
 
-    async def _misfits(self, batch: KeyBatch) -> dict[str, Outcome]:
+    async def _misfits(self, batch: Batch) -> dict[str, Outcome]:
         """Objects of another length than their buffers: report them as missing. The next put replaces them."""
-        if not batch.keys:
+        if not batch:
             return {}
         try:
-            lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch.keys))
+            lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch))
         except StorageError as error:
-            return dict.fromkeys(batch.keys, Outcome(Found.FAILED, error))
+            return dict.fromkeys(batch, Outcome(Found.FAILED, error))
         outcomes = {}
-        for key, size, length in zip(batch.keys, batch.sizes, lengths, strict=True):
-            if length >= 0 and length != size:
+        for key, length in lengths.items():
+            if length >= 0 and length != batch[key].nbytes:
                 self._counts["wrong_length"] += 1
                 self._suspects.avoid(key)
             outcomes[key] = MISSING if length >= 0 or length in error_codes.NOT_THERE else failed("load", key, length)
@@ -474,7 +477,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     # --- native calls -------------------------------------------------------------------------------
 
-    async def _native(self, kind: CallKind, call: Callable[[PoolClient], list[int]]) -> list[int]:
+    async def _native(self, kind: CallKind, call: Callable[[PoolClient], dict[str, int]]) -> dict[str, int]:
         """Make a native call that moves no objects, and wait for its end. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
@@ -483,8 +486,8 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
 
     async def _moving_call(
-        self, kind: CallKind, work: Callable[[PoolClient, Call], list[Code]], moves: int
-    ) -> tuple[list[Code], Call]:
+        self, kind: CallKind, work: Callable[[PoolClient, Call], dict[str, Code]], moves: int
+    ) -> tuple[dict[str, Code], Call]:
         """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them.
 
         Raises LeftRunning if it hangs because of the master or a node: then the library may still touch them.
@@ -498,10 +501,12 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
         answers = await made
-        self._judge(answers)
+        self._judge(answers.values())
         return answers, call
 
-    async def _to_its_end(self, kind: CallKind, work: Callable[[], list[Code]], moves: int, call: Call) -> list[Code]:
+    async def _to_its_end(
+        self, kind: CallKind, work: Callable[[], dict[str, Code]], moves: int, call: Call
+    ) -> dict[str, Code]:
         before = self._clock.monotonic(), self._clock.wall()
         timers: list[asyncio.TimerHandle] = []
         self._moving += moves
@@ -523,12 +528,12 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 self._stuck.discard(call)
                 for timer in timers:
                     timer.cancel()
-            await self._hold_buffers(moves, answers, before)
+            await self._hold_buffers(moves, answers.values(), before)
         finally:
             self._moving -= moves
         return answers
 
-    def _judge(self, answers: Sequence[int | str]) -> None:
+    def _judge(self, answers: Collection[int | str]) -> None:
         """Open the breaker if the master did not answer. Raises StorageUnavailable if it answered for no key."""
         nobody = next((code for code in answers if code in error_codes.NO_ANSWER), None)
         if isinstance(nobody, int):
@@ -566,7 +571,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def _look(self, work: Callable[[], object]) -> object:
         return await self._calls.run(CallKind.LOOK, work)
 
-    async def _hold_buffers(self, moves: int, answers: Sequence[int | str], before: tuple[float, float]) -> None:
+    async def _hold_buffers(self, moves: int, answers: Iterable[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
 
         The library measures its limit by the wall clock, which may be changed meanwhile.
@@ -586,7 +591,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         )
         await asyncio.sleep(hold)
 
-    async def _ask(self, call: Callable[[PoolClient], list[int]], moves: int = 0) -> list[int]:
+    async def _ask(self, call: Callable[[PoolClient], dict[str, int]], moves: int = 0) -> dict[str, int]:
         """Make a small call that no task waits for. One that moves objects may wait for a node, so it is no probe."""
         kind = CallKind.STORE if moves else CallKind.PROBE
         return (await uncancelled(self._moving_call(kind, lambda client, _: call(client), moves)))[0]
@@ -595,4 +600,4 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         """Whether the master answers."""
         client = self._opened()
         found = await self._calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
-        return found[0] in (0, 1)
+        return found[PROBE_KEY] in (0, 1)
