@@ -1,4 +1,4 @@
-"""The sender's half of one rank's transfer: waits until the receiver posts memory, then writes into it."""
+"""The halves of one rank's transfer. The sender's waits until the receiver posts memory, then writes into it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,36 @@ from transferd.storage.peer.messages import (
 from transferd.tasks import ErrorInfo
 
 
-class Outbound:
+class _Half:
+    """What both halves have. attempt: the receiver's number for it."""
+
+    def __init__(self, transfer: str, rank: int, attempt: int, names: Sequence[str]) -> None:
+        self.transfer = transfer
+        self.rank = rank
+        self.attempt = attempt
+        self.peer: PeerConnection | None = None
+        self.ended = False  # the task is over; writes may still run
+        self._names = list(names)
+        self._error: TransferError | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def share(self) -> tuple[str, int, int]:
+        """The first three fields of this share's messages."""
+        return self.transfer, self.rank, self.attempt
+
+    def fail(self, error: TransferError) -> None:
+        """Fail, unless it has failed before: here, or because another rank of the transfer has."""
+        if self._error is None:
+            self._error = error
+        self._news.set()
+
+    def _send(self, message: PeerMessage) -> None:
+        if self.peer is not None:
+            self.peer.send(message)
+
+
+class Outbound(_Half):
     """Used by one sending rank and fed by the PeerTransport, all on one loop.
 
     Ends after `end`, once no write runs.
@@ -37,11 +66,7 @@ class Outbound:
     def __init__(
         self, transfer: str, rank: int, names: Sequence[str], carrier: Carrier, forget: Callable[[Outbound], None]
     ) -> None:
-        self.transfer = transfer
-        self.rank = rank
-        self.attempt = 0  # the receiver's
-        self.peer: PeerConnection | None = None
-        self._names = list(names)
+        super().__init__(transfer, rank, 0, names)
         self._carrier = carrier
         self._forget = forget
         self._engine = ""
@@ -49,16 +74,8 @@ class Outbound:
         self._fresh: deque[str] = deque()  # posted and not yet returned by `posted`
         self._unposted = set(names)
         self._writes = 0  # running
-        self._error: TransferError | None = None
         self._done = False
         self._ending: PeerMessage | None = None  # sent to the receiver once no write runs
-        self.ended = False  # the task is over; writes may still run
-        self._news = asyncio.Event()
-
-    @property
-    def share(self) -> tuple[str, int, int]:
-        """The first three fields of this share's messages."""
-        return self.transfer, self.rank, self.attempt
 
     @property
     def open(self) -> bool:
@@ -181,17 +198,7 @@ class Outbound:
         if not self._done:
             self.fail(PeerLost(f"lost the receiving daemon: {why}"))
 
-    def fail(self, error: TransferError) -> None:
-        """Fail, unless it has failed before: here, or because another rank of the transfer has."""
-        if self._error is None:
-            self._error = error
-        self._news.set()
-
     # --- inside -------------------------------------------------------------------------------------
-
-    def _send(self, message: PeerMessage) -> None:
-        if self.peer is not None:
-            self.peer.send(message)
 
     def _settle(self) -> None:
         if self._writes:
@@ -226,7 +233,7 @@ def _address(data: memoryview) -> int:
 HOLD_S = 4.0
 
 
-class Inbound:
+class Inbound(_Half):
     """Used by one receiving rank and fed by the PeerTransport, all on one loop.
 
     Ends after `end`, once no memory is posted.
@@ -243,26 +250,14 @@ class Inbound:
         join: Callable[[str], Awaitable[PeerConnection]],
         forget: Callable[[Inbound], None],
     ) -> None:
-        self.transfer = transfer
-        self.rank = rank
-        self.attempt = attempt
-        self._names = list(names)
+        super().__init__(transfer, rank, attempt, names)
         self._engine = engine
         self.sender = sender
         self._join = join
         self._forget = forget
-        self.peer: PeerConnection | None = None  # the sender's, from Want to the end
-        self._error: TransferError | None = None
-        self._ended = False
         self._suspect = False  # a write failed, and some of its bytes may still arrive
         self._held = 0  # groups of buffers held for that reason
-        self._began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._posted: dict[str, asyncio.Future[Outcome]] = {}
-
-    @property
-    def share(self) -> tuple[str, int, int]:
-        """The first three fields of this share's messages."""
-        return self.transfer, self.rank, self.attempt
 
     # --- for the Receiver ---------------------------------------------------------------------------
 
@@ -271,13 +266,13 @@ class Inbound:
 
         Waits without a time limit (the task has a deadline).
         """
-        if self._ended:
+        if self.ended:
             raise PeerLost("the task ended before the transfer began")
         peer = await self._join(self.sender)
-        if self._error is None and not self._ended:
+        if self._error is None and not self.ended:
             self.peer = peer
-            peer.send(Want(*self.share, self._names, self._engine))
-            await self._began
+            self._send(Want(*self.share, self._names, self._engine))
+            await self._news.wait()
         if self._error is not None:
             raise self._error
 
@@ -289,17 +284,17 @@ class Inbound:
         waiting = [loop.create_future() for _ in blobs]
         self._posted |= zip((blob.name for blob in blobs), waiting, strict=True)
         slots = [PostedSlot(blob.name, _address(blob.data), blob.data.nbytes) for blob in blobs]
-        self.peer.send(Post(*self.share, slots))
+        self._send(Post(*self.share, slots))
         return list(await asyncio.gather(*waiting))
 
     def end(self, error: ErrorInfo | None) -> None:
         """End the share. error: None if every object was intact; otherwise the sender is asked to stop. Idempotent."""
-        if self._ended:
+        if self.ended:
             return
-        self._ended = True
+        self.ended = True
         if self.peer is not None and self._error is None:
             if error is None:
-                self.peer.send(Done(*self.share))
+                self._send(Done(*self.share))
             else:
                 self.cancel(error)
                 return  # until the sender has confirmed that it writes no more
@@ -308,14 +303,13 @@ class Inbound:
     def cancel(self, error: ErrorInfo) -> None:
         """Ask the sender to stop. It answers once it writes no more."""
         if self._error is None:
-            if self.peer is not None:
-                self.peer.send(Withdraw(*self.share, error))
-            self._fail(PeerRefused(error.message, code=error.code))
+            self._send(Withdraw(*self.share, error))
+            self.fail(PeerRefused(error.message, code=error.code))
 
     # --- for the exchange ---------------------------------------------------------------------------
 
     def begins(self) -> None:
-        resolve(self._began, None)
+        self._news.set()
 
     def landed(self, landed: Landed) -> None:
         """The sender is done with these buffers, whether or not its write succeeded."""
@@ -340,13 +334,13 @@ class Inbound:
 
     def refused(self, error: ErrorInfo) -> None:
         """The sender refused, and writes no more."""
-        self._fail(PeerRefused(f"the sender refused: {error.message}", code=error.code))
+        self.fail(PeerRefused(f"the sender refused: {error.message}", code=error.code))
         self.let_go()
 
     def lost(self, why: str) -> None:
         """The connection to the sender is lost. Bytes on the wire may still arrive, for up to HOLD_S."""
         self.peer = None
-        self._fail(PeerLost(f"lost the sending daemon: {why}"))
+        self.fail(PeerLost(f"lost the sending daemon: {why}"))
         self._suspect = True
         self.let_go()
 
@@ -363,11 +357,6 @@ class Inbound:
 
     # --- inside -------------------------------------------------------------------------------------
 
-    def _fail(self, error: TransferError) -> None:
-        if self._error is None:
-            self._error = error
-        self.begins()
-
     def _settle(self) -> None:
-        if self._ended and not self._posted and not self._held:
+        if self.ended and not self._posted and not self._held:
             self._forget(self)
