@@ -187,7 +187,7 @@ class Daemon:
             )
         for feed in self._feeds():
             feed.start()
-        for part in (self.tokens or self.storage, self.peers):
+        for part in (self.storage, self.peers):
             if part is not None:
                 await part.open()
         if self.storage is not None and self.storage.pool is not None:
@@ -262,7 +262,7 @@ class Daemon:
             await step("peers", self.peers.close())
         if self.tokens is not None:
             await step("storage", self.tokens.close())
-        elif self.storage is not None:
+        if self.storage is not None:
             if self.storage.levels is not None:
                 flush = self.storage.levels.flush(max(0.0, budget_s() * FLUSH_SHARE))
                 await step("copies between levels of storage", flush)

@@ -65,9 +65,8 @@ class Reloader:
 
     def _apply(self, config: Config, added: int, revoked: int) -> None:
         logs.set_level(config.log.level)
-        storage = self._daemon.tokens or self._daemon.storage
-        if storage is not None:
-            storage.reconfigure(config.storage)
+        if self._daemon.storage is not None:
+            self._daemon.storage.reconfigure(config.storage)
         new = dict(leaves(to_tree(config)))
         different = sorted(key for key in self._running.keys() | new.keys() if self._running.get(key) != new.get(key))
         changed = [key for key in different if takes_effect(key)]

@@ -27,41 +27,28 @@ TOKEN_INDEXED = "attention_store"
 NO_BACKEND = "none"
 
 
-def create_token_storage(
-    config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
-) -> TokenStorage | None:
-    """The configured token-indexed storage, not yet open; None if there is none. Raises ConfigError.
-
-    keyed: replaces the configured backend that holds the open index's bytes.
-    """
-    if config.storage.backend != TOKEN_INDEXED:
-        return None
-    section = config.storage.attention_store
-    if section.driver == "sdk":
-        from transferd.storage.attention_store.sdk import SdkTokenStorage
-
-        return SdkTokenStorage(config.storage, config.geometry, clock=clock)
-    from transferd.storage.attention_store.open_index import OpenTokenStorage
-    from transferd.storage.attention_store.settings import settings
-
-    if keyed is None:
-        keyed = _create("storage.attention_store.data", section.data, config, clock)
-    return OpenTokenStorage(settings(config.storage).pod_name or "", config.geometry.block_size, keyed)
-
-
 def create_storages(
     config: Config, clock: Clock = SYSTEM_CLOCK, keyed: Storage | None = None
 ) -> tuple[TokenStorage | None, Storage | None]:
-    """The configured token-indexed storage, if any, and the keyed storage behind it or instead of it.
+    """The configured token-indexed storage, if any, and the keyed storage behind it or instead of it. None is open.
 
     keyed: replaces the configured keyed storage. Raises ConfigError.
     """
     if keyed is None:
         _check(config, backends_of(config))
-    tokens = create_token_storage(config, clock, keyed)
-    if tokens is not None:
-        return tokens, tokens.keyed
-    return None, create_storage(config, clock) if keyed is None else keyed
+    storage, section = config.storage, config.storage.attention_store
+    if storage.backend != TOKEN_INDEXED:
+        return None, create_storage(config, clock) if keyed is None else keyed
+    if section.driver == "sdk":
+        from transferd.storage.attention_store.sdk import SdkTokenStorage
+
+        return SdkTokenStorage(storage, config.geometry, clock=clock), None
+    from transferd.storage.attention_store.open_index import OpenTokenStorage
+    from transferd.storage.attention_store.settings import settings
+
+    if keyed is None:
+        keyed = _create("storage.attention_store.data", section.data, config, clock)
+    return OpenTokenStorage(settings(storage).pod_name or "", config.geometry.block_size, keyed), keyed
 
 
 def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | None:
@@ -75,11 +62,9 @@ def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | Non
 
     made = []
     for number, name in enumerate(levels):
-        storage, section = (
-            _create("storage.levels", name, config, clock),
-            config.storage.level.get(name, LevelSection()),
-        )
+        storage = _create("storage.levels", name, config, clock)
         assert storage is not None  # rules.py
+        section = config.storage.level.get(name, LevelSection())
         made.append(StoreLevel(number, name, storage, section, clock.monotonic))
     return LevelsStorage(made, clock)
 

@@ -11,9 +11,9 @@ can find the block. `flush_token_index` updates the index.
 
 Guaranteed by the caller (workers):
 
-1. `open` comes first, then `attach` once for each rank, then `ready`, then transfers. After every call has
-   returned come `detach` for each rank, and then `close`. If a rank's memory is cleared and restored, the rank is
-   detached and attached again, and `ready` is called again before the next transfer.
+1. `attach` comes first, once for each rank, then `ready`, then transfers. After every call has returned come `detach`
+   for each rank, and then `close`. If a rank's memory is cleared and restored, the rank is detached and attached again,
+   and `ready` is called again before the next transfer. The storage behind it, if there is one, is open meanwhile.
 2. The device blocks of a transfer belong to it until its call has returned.
 3. A path covers every block that a call names.
 
@@ -38,9 +38,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from transferd.blocks.keys import PathKeys
-from transferd.config import StorageSection
 from transferd.errors import TransferError
-from transferd.storage.base import Storage
 from transferd.tasks import RankOutcome, TokenIds
 from transferd.tiers.base import DeviceTier
 
@@ -94,11 +92,6 @@ class TokenStorage(abc.ABC):
     backend: str
     salts: bool = False  # whether the store keeps paths with other salts apart; if not, no call has one
     paths: PathKeys  # the keys under which KV events announce a path's blocks
-    keyed: Storage | None = None  # the storage that holds the bytes, if there is one; this object opens and closes it
-
-    @abc.abstractmethod
-    async def open(self) -> None:
-        """Do the set-up that needs no rank. Raises StorageError or ConfigError."""
 
     @abc.abstractmethod
     async def attach(self, port: RankPort) -> None:
@@ -109,9 +102,6 @@ class TokenStorage(abc.ABC):
 
     def detach(self, rank: int) -> None:
         """Stop using a rank: its device memory is about to be freed."""
-
-    def reconfigure(self, storage: StorageSection) -> None:
-        """Apply settings that may change at run time. Called on SIGHUP, on the event loop."""
 
     def check_generation(self, generation: str) -> None:
         """Raise RequestError if the store cannot keep blocks of this generation apart from others."""
@@ -135,9 +125,8 @@ class TokenStorage(abc.ABC):
         For the whole node: called once, not once for each rank. Raises StorageError.
         """
 
-    @abc.abstractmethod
     async def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Release everything. Idempotent. Raises StillRunning."""
 
     @abc.abstractmethod
     def statistics(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from transferd.storage.attention_store import sdk as adapter
 from transferd.storage.attention_store import sdk as serial_executor
 from transferd.storage.attention_store.own_blocks import OwnBlocks
 from transferd.storage.attention_store.sdk import PACKAGE, SdkTokenStorage, load_library
-from transferd.storage.registry import create_token_storage
+from transferd.storage.registry import create_storages
 from transferd.tasks import Stop, TokenIds
 
 SDK = next(kind for kind in KINDS if kind.name == "sdk-cuda")
@@ -319,7 +319,7 @@ async def test_another_generation_is_refused_because_the_sdk_could_not_keep_it_a
 
 def test_without_the_sdk_the_driver_is_one_line_that_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"attention_store\.driver: needs the Python package attentionstore_sdk"):
-        create_token_storage(from_tree(tree(tmp_path, driver="sdk")))
+        create_storages(from_tree(tree(tmp_path, driver="sdk")))
 
 
 def test_an_sdk_of_another_version_has_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_a_layout_that_the_sdk_cannot_store_is_refused_at_start(tmp_path: Path, 
         installed(AttentionStoreDouble()),
         pytest.raises(ConfigError, match="stores only the planes key and value"),
     ):
-        create_token_storage(from_tree(sections))
+        create_storages(from_tree(sections))
 
 
 @pytest.mark.parametrize("cache", [{"attention": "mla"}, {"attention": "dsa"}, {"dtype": "block_wise_fp8"}])

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from transferd.blocks.keys import PathKeys
-from transferd.config import StorageSection
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.storage.base import Storage
@@ -33,22 +32,18 @@ class OpenTokenStorage(TokenStorage):
 
     node: this node's name in the index.
     block_size: tokens of a block.
-    keyed: None keeps only the index; nothing is stored and every read misses.
+    keyed: holds the bytes. None keeps only the index; nothing is stored and every read misses.
     """
 
     backend = "attention_store"
     salts = True
 
     def __init__(self, node: str, block_size: int, keyed: Storage | None) -> None:
-        self.keyed = keyed
+        self._keyed = keyed
         self.node = node
         self.index = TokenIndex()
         self.paths = PathKeys(block_size)
         self._ports: dict[int, RankPort] = {}
-
-    async def open(self) -> None:
-        if self.keyed is not None:
-            await self.keyed.open()
 
     async def attach(self, port: RankPort) -> None:
         self._ports[port.rank] = port
@@ -56,23 +51,19 @@ class OpenTokenStorage(TokenStorage):
     def detach(self, rank: int) -> None:
         self._ports.pop(rank, None)
 
-    def reconfigure(self, storage: StorageSection) -> None:
-        if self.keyed is not None:
-            self.keyed.reconfigure(storage)
-
     async def match(self, path: TokenIds, start: int, generation: str, salt: str = "") -> int:
-        if self.keyed is None:
+        if self._keyed is None:
             return 0
         keys = self.paths.keys(path, start, salt=salt)
         return min(await every(port.match(generation, keys) for port in self._ports.values()))
 
     async def read(self, transfer: Transfer) -> RankOutcome:
-        if self.keyed is None:
+        if self._keyed is None:
             return transfer.ended(0, None, 0.0)
         return await transfer.by_keys(self._keys(transfer))
 
     async def write(self, transfer: Transfer) -> RankOutcome:
-        if self.keyed is None:
+        if self._keyed is None:
             nowhere = StorageUnavailable(
                 'cannot store blocks: storage.attention_store.data is "none", which keeps only the index'
             )
@@ -90,14 +81,10 @@ class OpenTokenStorage(TokenStorage):
             for medium in (MEDIUM_GPU, MEDIUM_CPU):
                 self.index.apply(self.node, BlockRemoved(hashes, medium))
 
-    async def close(self) -> None:
-        if self.keyed is not None:
-            await self.keyed.close()
-
     def statistics(self) -> dict[str, Any]:
         keyed = {"objects": 0, "bytes": 0, "hits": 0, "misses": 0, "errors": 0}
-        if self.keyed is not None:
-            keyed = self.keyed.statistics() | {"data": self.keyed.backend}
+        if self._keyed is not None:
+            keyed = self._keyed.statistics() | {"data": self._keyed.backend}
         return keyed | {"node": self.node, "index": self.index.statistics()}
 
 

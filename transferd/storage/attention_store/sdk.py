@@ -86,7 +86,6 @@ class SdkTokenStorage(TokenStorage):
     def __init__(self, storage: StorageSection, cache: CacheSection, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ConfigError without an SDK, or for a layout that the SDK cannot store."""
         self._settings = settings(storage)
-        self._section = storage.attention_store
         self._ranks_in_group = cache.ranks
         self._block_size = cache.block_size
         self.paths = PathKeys(cache.block_size)
@@ -95,7 +94,7 @@ class SdkTokenStorage(TokenStorage):
         self._layout = build_layout(cache)
         planes = [plane.name for plane in self._layout.planes]
         self._moves = planes == ["key", "value"]
-        if not self._moves and not self._section.only_flush:
+        if not self._moves and not self._settings.only_flush:
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = load_library()
@@ -106,10 +105,8 @@ class SdkTokenStorage(TokenStorage):
 
     # --- life ---------------------------------------------------------------------------------------
 
-    async def open(self) -> None:
-        """Does nothing: the SDK needs device memory first."""
-
     async def attach(self, port: RankPort) -> None:
+        """Open a session: the SDK needs the device memory for it."""
         given = self._settings, self._layout, self._block_size, self._ranks_in_group, port.rank, port.device.device
         starting = SerialExecutor(f"transferd-as-{port.rank}-start")
         try:
@@ -126,7 +123,7 @@ class SdkTokenStorage(TokenStorage):
     async def _rank_ready(self, rank: _AttachedRank) -> None:
         """Query blocks that do not exist until the SDK gives a real answer."""
         absent = list(range(self._block_size + 1))
-        give_up = self._clock.monotonic() + self._section.ready_timeout
+        give_up = self._clock.monotonic() + self._settings.ready_timeout
         while True:
             try:
                 await rank.queries.run(lambda: rank.session.match(absent, 0, READY_CALL_S))
@@ -135,7 +132,7 @@ class SdkTokenStorage(TokenStorage):
                 if NOT_READY not in str(error):
                     raise
                 if self._clock.monotonic() >= give_up:
-                    waited = f"{self._section.ready_timeout:g} s"
+                    waited = f"{self._settings.ready_timeout:g} s"
                     what = f"rank {rank.port.rank}: AttentionStore was not ready within {waited}: {error}"
                     raise StorageUnavailable(what) from None
             await asyncio.sleep(READY_PAUSE_S)
