@@ -385,26 +385,19 @@ class ObjectDirectory:
         Returns False if there is no such object, LEFT if `take` did not take it. Raises Damaged for another length,
         StorageError.
         """
-
-        def work(fd: int) -> bool | Outcome:
-            self._io.read(fd, slot)
-            return take is None or take(slot) or LEFT
-
-        return self._opened(self.path(name), slot.nbytes, self._io.flags, work)
-
-    def _opened(self, path: str, nbytes: int, flags: int, work: Callable[[int], T]) -> T | bool:
-        """The result of `work` on the open file; False if there is no file."""
+        path = self.path(name)
         try:
-            with opened(path, READ_FLAGS | flags) as fd:
+            with opened(path, READ_FLAGS | self._io.flags) as fd:
                 status = os.fstat(fd)
-                if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+                if not stat.S_ISREG(status.st_mode) or status.st_size != slot.nbytes:
                     raise Damaged
-                return work(fd)
+                self._io.read(fd, slot)
+                return take is None or take(slot) or LEFT
         except (FileNotFoundError, NotADirectoryError):
             self._check_ours()  # an object of a disk that is not mounted is not lost
             return False
         except OSError as error:
-            raise self._unreadable(error, nbytes, path) from error
+            raise self._unreadable(error, slot.nbytes, path) from error
 
     def _unreadable(self, error: OSError, nbytes: int, path: str) -> StorageError | Damaged:
         """The exception for an object that cannot be read: Damaged if a retry cannot help."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,24 +118,10 @@ class StuckObjects:
 
     def try_again(self) -> None:
         """Try once more to remove what could not be removed a while ago."""
-        if victims := self._due(self._effects.busy):
-            self.remove(victims)
-
-    def _ended(self, victims: Sequence[Victim], failed: Mapping[str, StorageError]) -> int:
-        """The removal of these objects has ended. failed: by name, for those that are still there."""
-        for victim in victims:
-            if (error := failed.get(victim.name)) is not None:
-                self._keep(victim, error)
-            else:
-                self.refused.pop(victim.name, None)
-        return len(failed)
-
-    def _due(self, busy: Container[str]) -> list[Victim]:
-        """Objects to try again now; they leave the index. busy: names that something else changes."""
         due: list[Victim] = []
         before = self._now() - RETRY_S
         for name, refusal in list(self.refused.items()):
-            if refusal.at > before or name in busy:
+            if refusal.at > before or name in self._effects.busy:
                 continue
             entry = self._index.get(name)
             if entry is None or entry.kept == STUCK:
@@ -146,7 +132,17 @@ class StuckObjects:
                 del self.refused[name]
             if len(due) == AT_ONCE:
                 break
-        return due
+        if due:
+            self.remove(due)
+
+    def _ended(self, victims: Sequence[Victim], failed: Mapping[str, StorageError]) -> int:
+        """The removal of these objects has ended. failed: by name, for those that are still there."""
+        for victim in victims:
+            if (error := failed.get(victim.name)) is not None:
+                self._keep(victim, error)
+            else:
+                self.refused.pop(victim.name, None)
+        return len(failed)
 
     def opened(self, refused: Sequence[str]) -> None:
         """The store was opened anew. refused: why a directory or file was left alone."""

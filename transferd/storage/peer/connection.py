@@ -41,9 +41,6 @@ class PeerConnections:
         elif connection.unsent > LITTLE_UNSENT and sum(one.unsent for one in self.open) > MAX_UNSENT_OF_ALL:
             max(self.open, key=lambda one: one.unsent).abort()
 
-    def close(self) -> None:
-        self.room.close()
-
 
 class PeerConnection:
     """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""

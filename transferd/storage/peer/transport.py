@@ -106,7 +106,7 @@ class PeerTransport:
         """Free everything, also after an `open` that failed. Call it after every transfer has ended. Idempotent."""
         await self.hang_up()
         if self._server is not None:
-            self._connections.close()
+            self._connections.room.close()
         await self.carrier.close()
 
     def statistics(self) -> dict[str, Any]:
