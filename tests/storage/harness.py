@@ -87,9 +87,9 @@ class KeptClient(PoolClient):
         self._memory.add(address)
         return super().register(address, nbytes, rank)
 
-    def unregister(self, address: int) -> int:
+    def unregister(self, address: int) -> None:
         self._memory.discard(address)
-        return super().unregister(address)
+        super().unregister(address)
 
     def close(self) -> None:
         for address in list(self._memory):

@@ -80,6 +80,9 @@ class CircuitBreaker:
             self._probing = asyncio.get_running_loop().create_task(self._probe_until_answered())
             self._opens()
 
+    def statistics(self) -> dict[str, str | int]:
+        return {"breaker": str(self.state), "breaker_opened": self.opened, "breaker_reason": self.reason}
+
     async def close(self) -> None:
         """Stop probing, and wait until a running probe has ended. For shutdown. Idempotent."""
         self._over = True

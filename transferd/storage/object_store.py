@@ -286,11 +286,9 @@ class ObjectStorage(Storage):
         return {name: self._counts[name] for name in _COUNTS} | {
             "objects": None,
             "bytes": None,
-            "breaker": str(self._breaker.state),
-            "breaker_opened": self._breaker.opened,
-            "breaker_reason": self._breaker.reason,
             "link_faults": self._suspects.link_faults,
             "bad_link": self._suspects.bad_link,
+            **self._breaker.statistics(),
         }
 
     # --- in threads; raise StorageError --------------------------------------------------------------

@@ -57,7 +57,7 @@ class Pool:
         number, shares = share
         yield self._of([key for key in self.objects if zlib.crc32(key.encode()) % shares == number])
 
-    async def _look(self, work: Callable[[], object]) -> object:
+    async def _look(self, work: Callable[[], T]) -> T:
         return work()
 
     async def in_thread(self, work: Callable[[Any], T]) -> T:

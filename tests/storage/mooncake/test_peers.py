@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 import pytest
 
@@ -15,6 +16,8 @@ from transferd.storage.mooncake import peers as module
 from transferd.storage.mooncake.connections import Address
 from transferd.storage.mooncake.handshake import Gone
 from transferd.storage.mooncake.peers import Call, Peers
+
+T = TypeVar("T")
 
 NODE, OTHER = "10.0.0.2:15000", "10.0.0.3:15000"
 
@@ -48,7 +51,7 @@ async def peers(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     ended: list[frozenset[tuple[str, int]]] = []
     monkeypatch.setattr(connections, "end", lambda addresses: ended.append(addresses) or 1)
 
-    async def in_thread(work: Callable[[], object]) -> object:
+    async def in_thread(work: Callable[[], T]) -> T:
         return work()
 
     made = Peers(SYSTEM_CLOCK, in_thread, nodes.ask)

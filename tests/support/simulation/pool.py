@@ -103,8 +103,8 @@ class SimPoolClient(PoolClient):
             self.registered[address] = nbytes
         return self.pool.registering
 
-    def unregister(self, address: int) -> int:
-        return error_codes.INVALID_PARAMS if self.registered.pop(address, None) is None else error_codes.OK
+    def unregister(self, address: int) -> None:
+        self.registered.pop(address, None)
 
     def exists(self, keys: Collection[str]) -> dict[str, int]:
         return self.pool.call("exists", keys, lambda key: int(key in self.pool.objects))

@@ -126,10 +126,9 @@ class PoolClient:
         code: int = self._store.register_buffer(address, nbytes)
         return code
 
-    def unregister(self, address: int) -> int:
-        """Undo `register`. Returns 0 or a code."""
-        code: int = self._store.unregister_buffer(address)
-        return code
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        self._store.unregister_buffer(address)
 
     def exists(self, keys: Collection[str]) -> dict[str, int]:
         """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""

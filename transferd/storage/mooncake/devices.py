@@ -39,9 +39,9 @@ class DeviceClients(PoolClient):
             self._memory[address] = address + nbytes, rank % len(self._sections)
         return code
 
-    def unregister(self, address: int) -> int:
+    def unregister(self, address: int) -> None:
         _, place = self._memory.pop(address, (0, 0))
-        return PoolClient.unregister(self._clients[place], address)
+        PoolClient.unregister(self._clients[place], address)
 
     def put(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         return self._moved(batch, lambda client, part: PoolClient.put(client, part, alone=alone))

@@ -11,6 +11,7 @@ others may hang.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import math
 from collections import OrderedDict, deque
@@ -20,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import Background
-from transferd.runtime.compat import timeout
+from transferd.runtime.compat import timeout, wait_for
 from transferd.runtime.threads import Crew, whose
 from transferd.storage.mooncake.client import Batch, Buffer
 
@@ -59,7 +60,7 @@ class NativeCalls:
     def __init__(self, wait: float) -> None:
         self._wait = wait
         self._free = {kind: asyncio.Semaphore(kind.threads) for kind in CallKind}
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running = Background()
         self._crew = Crew("transferd-mooncake", sum(kind.threads for kind in CallKind))
 
     @property
@@ -75,12 +76,7 @@ class NativeCalls:
         try:
             if begun is not None:
                 begun()
-            call = self._crew.run(function, f"{kind.name.lower()} call")
-            self._running.add(call)
-            try:
-                return await call
-            finally:
-                self._running.discard(call)
+            return await self._running.begin(self._crew.run(function, f"{kind.name.lower()} call"))
         finally:
             self._free[kind].release()
 
@@ -99,8 +95,9 @@ class NativeCalls:
 
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. Returns False if one still runs after `within` seconds."""
-        running = set(self._running)
-        return not running or not (await asyncio.wait(running, timeout=within))[1]
+        with contextlib.suppress(TimeoutError):
+            await wait_for(self._running.settled(), within)
+        return not self._running
 
     def open(self) -> None:
         """Start the threads. Raises NoThreads."""

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -35,6 +37,8 @@ from transferd.storage.mooncake.handshake import Gone, ask
 
 log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 SUSPECT_S = 0.5  # a call that moves its bytes takes less; one that takes more is worth a question
 SILENT_S = 2.0  # for the answer: TCP sends a lost first packet again after 1 s
 ASK_AGAIN_S = 1.0  # while a node that answers is slow
@@ -46,7 +50,12 @@ MOST = 1024  # nodes that are remembered
 FORGET_S = 600.0  # a node that is down is no longer asked once no call has needed it for so long
 
 Asker = Callable[[str, float], Awaitable[frozenset[Address]]]
-InThread = Callable[[Callable[[], object]], Awaitable[object]]
+
+
+class OffLoop(Protocol):
+    """Runs a short function off the loop."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -100,11 +109,10 @@ class Peer:
 class Peers:
     """All other nodes that this one has met. Its state changes on the event loop; any thread may read `down`.
 
-    in_thread: runs a short function off the loop.
     endpoint: a node as the pool names it, host:port.
     """
 
-    def __init__(self, clock: Clock, in_thread: InThread, asker: Asker = ask) -> None:
+    def __init__(self, clock: Clock, in_thread: OffLoop, asker: Asker = ask) -> None:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
         self._asking_all: asyncio.Task[object] | None = None
@@ -205,15 +213,12 @@ class Peers:
         if call.peers:
             self.met(call.peers)
             return [self._known[endpoint] for endpoint in call.peers if endpoint in self._known]
-        connected: set[Address] = set()
-        await self._in_thread(lambda: connected.update(connections.remote()))
+        connected = await self._in_thread(connections.remote)
         return [peer for peer in self._known.values() if not connected.isdisjoint(peer.addresses)]
 
     async def _end_connections(self, peers: Collection[Peer]) -> None:
         addresses = frozenset[Address]().union(*(peer.addresses for peer in peers))
-        ended: list[int] = []
-        await self._in_thread(lambda: ended.append(connections.end(addresses)))
-        self.cut += sum(ended)
+        self.cut += await self._in_thread(lambda: connections.end(addresses))
 
     # --- asking ---------------------------------------------------------------------------------------
 
@@ -249,20 +254,15 @@ class Peers:
             self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
         except StorageUnavailable as error:
             self._heard(peer, None)
-            if not isinstance(error, Gone) and await self._sends(peer):
-                return True
+            sends = functools.partial(connections.heard, peer.addresses, SILENT_S)
+            if not isinstance(error, Gone) and await self._in_thread(sends):
+                return True  # only our question was lost: its network loses packets
             self._went_down(peer, error)
             return False
         finally:
             peer.asking = None
             self.doubted.discard(peer.endpoint)
         return True
-
-    async def _sends(self, peer: Peer) -> bool:
-        """Whether bytes come from a node that has not answered: its network loses packets, our question among them."""
-        sends: list[bool] = []
-        await self._in_thread(lambda: sends.append(connections.heard(peer.addresses, SILENT_S)))
-        return any(sends)
 
     def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
         if self._over:

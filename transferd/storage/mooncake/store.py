@@ -325,9 +325,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "other_layouts": {} if self._layouts is None else dict(self._layouts.others),
                 "objects": None,
                 "bytes": None,
-                "breaker": str(self._breaker.state),
-                "breaker_opened": self._breaker.opened,
-                "breaker_reason": self._breaker.reason,
                 "peers_down": dict(self._peers.down),
                 "peers_went_down": self._peers.opened,
                 "connections_cut": self._peers.cut,
@@ -335,6 +332,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "batches_merged": self._puts.merged + self._loads.merged,
                 "calls_under_way": self._calls.under_way,
             }
+            | self._breaker.statistics()
             | self._copies.statistics()
         )
 
@@ -568,7 +566,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         client = self._opened()
         return await uncancelled(self._calls.run(CallKind.COPY, lambda: work(client)))
 
-    async def _look(self, work: Callable[[], object]) -> object:
+    async def _look(self, work: Callable[[], T]) -> T:
         return await self._calls.run(CallKind.LOOK, work)
 
     async def _hold_buffers(self, moves: int, answers: Iterable[int | str], before: tuple[float, float]) -> None:
