@@ -160,7 +160,8 @@ async def test_objects_of_a_node_that_is_down_fail_at_once_and_no_others(
     nodes = harness.storage._peers  # type: ignore[attr-defined]
     silent.add(NODE)
     nodes.met({NODE})
-    assert not await nodes._answers(nodes._known[NODE])
+    await nodes._doubt(nodes._known[NODE])
+    assert NODE in nodes.down
     (a, _), c = await harness.get(("a", 1), ("c", 1))
     assert a.error is not None
     assert (a.error.reason, NODE in str(a.error)) == ("storage_unavailable", True)
@@ -203,7 +204,8 @@ async def test_a_layout_record_of_a_node_that_is_down_is_not_waited_for_and_its_
     pool.placed[record] = [NODE]
     silent.add(NODE)
     storage._peers.met({NODE})
-    assert not await storage._peers._answers(storage._peers._known[NODE])
+    await storage._peers._doubt(storage._peers._known[NODE])
+    assert NODE in storage._peers.down
     free = await storage._layouts._read(range(SLOTS))
     assert free == list(range(1, SLOTS))
     assert [record in keys for keys in gets(pool)] == [False]

@@ -28,8 +28,8 @@ Answer = int | str | StorageError
 
 
 Codes = dict[str, int | str]
-Native = Callable[[Callable[[PoolClient, Call], Codes], int], Awaitable[tuple[Codes, Call]]]
-"""Makes a native call: MooncakeStorage's. The function runs in a thread, and names in its Call whom it waits for."""
+Native = Callable[[Callable[[PoolClient], Codes], int, Call], Awaitable[Codes]]
+"""Makes a native call: MooncakeStorage's. The function runs in a thread. The Call says whom it waits for."""
 
 
 class Loads:
@@ -62,7 +62,8 @@ class Loads:
         return answers
 
     async def _ours_and_one(self, batch: Batch) -> dict[str, Answer]:
-        answers, call = await self._native(lambda client, call: self._get_ours_and_one(client, call, batch), len(batch))
+        call = Call()
+        answers = await self._native(lambda client: self._get_ours_and_one(client, call, batch), len(batch), call)
         self._peers.met(call.peers)
         return self._named(answers, call)
 
@@ -84,12 +85,8 @@ class Loads:
 
     async def _get(self, endpoint: str, batch: Batch) -> dict[str, Answer]:
         await self._peers.verdict(endpoint)  # it may have gone down while the batch waited for its turn
-
-        def get(client: PoolClient, call: Call) -> Codes:
-            call.peers = frozenset({endpoint})
-            return {**client.get(batch)}
-
-        return self._named(*await self._native(get, len(batch)))
+        call = Call(frozenset({endpoint}))
+        return self._named(await self._native(lambda client: {**client.get(batch)}, len(batch), call), call)
 
     def _named(self, answers: Mapping[str, Answer], call: Call) -> dict[str, Answer]:
         """The answers, with an error that names node and key in place of the code of a failed transfer."""

@@ -102,7 +102,7 @@ class Peer:
     gone: bool = False  # its process has ended
     since: float = 0.0  # when it went down, in monotonic seconds
     addresses: frozenset[Address] = frozenset()  # where it listens
-    asking: asyncio.Task[bool] | None = None
+    asking: asyncio.Task[None] | None = None
     learning: asyncio.Task[object] | None = None
 
 
@@ -198,7 +198,7 @@ class Peers:
     async def _look_after(self, call: Call) -> None:
         while not call.ended:
             suspects = await self._suspects(call)
-            await asyncio.gather(*(self._answers(peer) for peer in suspects))
+            await asyncio.gather(*(self._doubt(peer) for peer in suspects))
             until = self._clock.monotonic() + LEAVE_S
             while not call.ended and (down := [peer for peer in suspects if peer.why]):
                 await self._end_connections(down)
@@ -236,33 +236,31 @@ class Peers:
         elif not peer.addresses and (address := _literal(peer.endpoint)) is not None:
             peer.addresses = frozenset({address})  # the library cannot get further than this one either
 
-    async def _answers(self, peer: Peer) -> bool:
-        """Whether a node answers; if not, it is down from then on. Simultaneous callers share one question."""
+    async def _doubt(self, peer: Peer) -> None:
+        """Ask a node; if it does not answer, it is down from then on. Simultaneous callers share one question."""
         if peer.why:
-            return False
+            return
         if peer.asking is None:
             self.doubted.add(peer.endpoint)
             peer.asking = asyncio.ensure_future(self._find_out(peer))
-        return await asyncio.shield(peer.asking)
+        await asyncio.shield(peer.asking)
 
     async def _ask_all(self) -> None:
-        await asyncio.gather(*(self._answers(peer) for peer in list(self._known.values())))
+        await asyncio.gather(*(self._doubt(peer) for peer in list(self._known.values())))
         await asyncio.sleep(ASK_AGAIN_S)
 
-    async def _find_out(self, peer: Peer) -> bool:
+    async def _find_out(self, peer: Peer) -> None:
         try:
             self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
         except StorageUnavailable as error:
             self._heard(peer, None)
             sends = functools.partial(connections.heard, peer.addresses, SILENT_S)
-            if not isinstance(error, Gone) and await self._in_thread(sends):
-                return True  # only our question was lost: its network loses packets
-            self._went_down(peer, error)
-            return False
+            # One that sends is not down: its network loses packets, our question among them.
+            if isinstance(error, Gone) or not await self._in_thread(sends):
+                self._went_down(peer, error)
         finally:
             peer.asking = None
             self.doubted.discard(peer.endpoint)
-        return True
 
     def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
         if self._over:

@@ -137,7 +137,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, self._look, asker)
         self._puts = Merger(self._put_together)
-        native = functools.partial(self._moving_call, CallKind.LOAD)
+        native = functools.partial(self._native, CallKind.LOAD)
         self._loads = Loads(native, self._peers)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._looks = Looks(lambda: self._copying_call(lambda _: read_state(self._copies.pages)), clock)
@@ -379,20 +379,19 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         """Overwrite objects. Returns their codes."""
         if not batch:
             return {}
-        codes, _ = await self._moving_call(CallKind.STORE, lambda client, _: client.replace(batch), len(batch))
-        return codes
+        return await self._native(CallKind.STORE, lambda client: client.replace(batch), len(batch))
 
     async def _put_together(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         """One call of the merger's. alone: store one copy, on this node."""
         held: dict[str, list[str]] = {}
 
-        def put(client: PoolClient, _: Call) -> dict[str, int]:
+        def put(client: PoolClient) -> dict[str, int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
             answers, holders = put_and_look(client, batch, alone=alone or self._peers.in_the_way())
             held.update(holders)
             return answers
 
-        answers, _ = await self._moving_call(CallKind.STORE, put, len(batch))
+        answers = await self._native(CallKind.STORE, put, len(batch))
         stored = [holders for holders in held.values() if holders]
         self._counts["under_replicated"] += sum(len(holders) < self._section.replica_num for holders in stored)
         self._peers.met({holder for holders in stored for holder in holders} - {""})
@@ -475,32 +474,27 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     # --- native calls -------------------------------------------------------------------------------
 
-    async def _native(self, kind: CallKind, call: Callable[[PoolClient], dict[str, int]]) -> dict[str, int]:
-        """Make a native call that moves no objects, and wait for its end. Do not cancel it.
+    async def _native(
+        self, kind: CallKind, work: Callable[[PoolClient], dict[str, Code]], moves: int = 0, call: Call | None = None
+    ) -> dict[str, Code]:
+        """Make a native call, and wait for its end. Do not cancel it.
+
+        moves: of how many objects it uses the buffers. It returns once the library cannot touch them.
+        call: whom it waits for, if that is known.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
-        answered. Also as soon as the breaker opens because calls hang.
-        """
-        return (await self._moving_call(kind, lambda client, _: call(client), 0))[0]
-
-    async def _moving_call(
-        self, kind: CallKind, work: Callable[[PoolClient, Call], dict[str, Code]], moves: int
-    ) -> tuple[dict[str, Code], Call]:
-        """The same for a call that uses the buffers of `moves` objects. Returns once the library cannot touch them.
-
-        Raises LeftRunning if it hangs because of the master or a node: then the library may still touch them.
+        answered. Raises LeftRunning if it hangs because of the master or a node: then the library may still touch the
+        buffers.
         """
         self._breaker.check()
-        client = self._opened()
-        call = Call()
-        making = self._to_its_end(kind, lambda: work(client, call), moves, call)
-        made = asyncio.ensure_future(making)
+        client, call = self._opened(), call or Call()
+        made = asyncio.ensure_future(self._to_its_end(kind, lambda: work(client), moves, call))
         await call.over()
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
         answers = await made
         self._judge(answers.values())
-        return answers, call
+        return answers
 
     async def _to_its_end(
         self, kind: CallKind, work: Callable[[], dict[str, Code]], moves: int, call: Call
@@ -592,7 +586,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def _ask(self, call: Callable[[PoolClient], dict[str, int]], moves: int = 0) -> dict[str, int]:
         """Make a small call that no task waits for. One that moves objects may wait for a node, so it is no probe."""
         kind = CallKind.STORE if moves else CallKind.PROBE
-        return (await uncancelled(self._moving_call(kind, lambda client, _: call(client), moves)))[0]
+        return await uncancelled(self._native(kind, call, moves))
 
     async def _probe(self) -> bool:
         """Whether the master answers."""
