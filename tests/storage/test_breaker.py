@@ -17,22 +17,20 @@ TAKES_S = 4.0
 
 
 class Backend:
-    """answers: what each probe gets, one after the other; an exception is raised. asked: when each came."""
+    """answers: what each probe gets, one after the other: an error, or None. asked: when each came."""
 
-    def __init__(self, loop: SimLoop, *answers: bool | Exception) -> None:
+    def __init__(self, loop: SimLoop, *answers: Exception | None) -> None:
         self.answers = list(answers)
         self.asked: list[float] = []
         self.hold: asyncio.Event | None = None
         self._loop = loop
 
-    async def probe(self) -> bool:
+    async def probe(self) -> None:
         self.asked.append(self._loop.time())
         if self.hold is not None:
             await self.hold.wait()
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if (error := self.answers.pop(0)) is not None:
+            raise error
 
 
 def refusal(breaker: CircuitBreaker) -> str:
@@ -43,7 +41,7 @@ def refusal(breaker: CircuitBreaker) -> str:
 
 def test_calls_fail_at_once_until_a_probe_is_answered() -> None:
     async def story(loop: SimLoop) -> None:
-        backend = Backend(loop, False, StorageUnavailable("no route"), True)
+        backend = Backend(loop, StorageUnavailable("timed out again"), StorageUnavailable("no route"), None)
         breaker = CircuitBreaker("the pool", backend.probe, EVERY_S)
         breaker.check()
         assert (breaker.state, breaker.reason, breaker.opened) == (BreakerState.CLOSED, "", 0)
@@ -51,7 +49,7 @@ def test_calls_fail_at_once_until_a_probe_is_answered() -> None:
         breaker.failed("timed out")
         assert "the pool does not answer (timed out)" in refusal(breaker)
         await asyncio.sleep(1.5 * EVERY_S)
-        assert "(timed out)" in refusal(breaker)
+        assert "(timed out again)" in refusal(breaker)
         await asyncio.sleep(EVERY_S)
         assert "(no route)" in refusal(breaker), "the last reason"
         await asyncio.sleep(EVERY_S)
@@ -66,7 +64,7 @@ def test_calls_fail_at_once_until_a_probe_is_answered() -> None:
 
 def test_failures_while_it_is_open_start_no_second_probe_and_count_once() -> None:
     async def story(loop: SimLoop) -> None:
-        backend = Backend(loop, True)
+        backend = Backend(loop, None)
         backend.hold = asyncio.Event()
         breaker = CircuitBreaker("the pool", backend.probe, EVERY_S)
         breaker.failed("first")
@@ -88,7 +86,7 @@ def test_a_probe_that_raises_anything_else_is_no_answer_and_others_follow() -> N
     """Or one bug of a library would keep the store away until the daemon is started again."""
 
     async def story(loop: SimLoop) -> None:
-        backend = Backend(loop, ValueError("a bug"), True)
+        backend = Backend(loop, ValueError("a bug"), None)
         breaker = CircuitBreaker("the pool", backend.probe, EVERY_S)
         breaker.failed("timed out")
         with structlog.testing.capture_logs() as logs:
@@ -105,7 +103,7 @@ def test_a_probe_that_raises_anything_else_is_no_answer_and_others_follow() -> N
 @pytest.mark.parametrize("when", ["closed", "open", "probing"])
 def test_after_its_close_it_probes_no_more(when: str) -> None:
     async def story(loop: SimLoop) -> None:
-        backend = Backend(loop, False)
+        backend = Backend(loop, StorageUnavailable("gone"))
         backend.hold = asyncio.Event()
         breaker = CircuitBreaker("the pool", backend.probe, EVERY_S)
         if when != "closed":

@@ -143,14 +143,15 @@ async def test_a_profile_that_is_half_written_is_named_once_and_the_old_keys_sta
     for half, why in (("[work]\n", "AWS_PROFILE names 'work'"), ("[wo", "cannot be read from .*credentials")):
         credentials.write_text(half)
         with capture_logs() as logs:
-            assert [await store.storage._answers() for _ in range(3)] == [True] * 3
+            for _ in range(3):
+                await store.storage._ask()
         [line] = logs
         assert "in use" in line["event"]
         assert re.search(why, line["error"])
         assert await store.put((name(why), content(1))) == [STORED]
     credentials.write_text(whole + "aws_session_token = renewed\n")
     with capture_logs() as logs:
-        await store.storage._answers()
+        await store.storage._ask()
     assert store.storage._profile["session_token"] == "renewed"
     credentials.write_text(whole)
 

@@ -34,13 +34,12 @@ class BreakerState(StrEnum):
 class CircuitBreaker:
     """Guards one backend, on one event loop.
 
-    probe: makes a cheap call to the backend. Returns True if it answered; otherwise returns False or raises
-        StorageError. It bounds its own time.
+    probe: makes a cheap call to the backend. Raises StorageError if it does not answer. It bounds its own time.
     opens: called each time it opens.
     """
 
     _name: str
-    _probe: Callable[[], Awaitable[bool]]
+    _probe: Callable[[], Awaitable[object]]
     _probe_interval: float
     _opens: Callable[[], None] = lambda: None
     state: BreakerState = BreakerState.CLOSED
@@ -96,26 +95,26 @@ class CircuitBreaker:
     async def _watch(self, ask: Callable[[], Awaitable[object]], interval: float) -> None:
         while True:
             await asyncio.sleep(interval)
-            try:
-                await ask()
-            except StorageError:
-                pass
-            except Exception:
-                log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
+            await self._problem(ask)
 
     async def _probe_until_answered(self) -> None:
         while not self._over:
             await asyncio.sleep(self._probe_interval)
             self.state = BreakerState.HALF_OPEN
-            try:
-                answered = await self._probe()
-            except StorageError as error:
-                answered, self.reason = False, str(error)
-            except Exception as error:  # a bug; the probes go on, or calls would fail until the daemon's end
-                log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
-                answered, self.reason = False, f"{type(error).__name__}: {error}"
-            if answered:
-                self.state, self.reason = BreakerState.CLOSED, ""
+            self.reason = await self._problem(self._probe)
+            if not self.reason:
+                self.state = BreakerState.CLOSED
                 log.info("storage answers again", backend=self._name)
                 return
             self.state = BreakerState.OPEN
+
+    async def _problem(self, ask: Callable[[], Awaitable[object]]) -> str:
+        """Why the backend does not answer this; "" if it does."""
+        try:
+            await ask()
+        except StorageError as error:
+            return str(error) or "no reason given"
+        except Exception as error:  # a bug; the probes go on, or calls would fail until the daemon's end
+            log.exception("a probe of storage failed unexpectedly (bug)", backend=self._name)
+            return f"{type(error).__name__}: {error}"
+        return ""

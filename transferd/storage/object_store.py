@@ -115,7 +115,7 @@ class ObjectStorage(Storage):
         self._connect(_profile(section))
         self.slots_at_once = section.concurrency
         self._threads = ThreadPools(section.concurrency, name="transferd-object")
-        self._breaker = CircuitBreaker("the object store", self._answers, PROBE_INTERVAL_S)
+        self._breaker = CircuitBreaker("the object store", self._ask, PROBE_INTERVAL_S)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._open = False
@@ -164,7 +164,7 @@ class ObjectStorage(Storage):
                 self._threads.close()
                 raise
             log.warning("the object store does not serve us at start", url=self._section.url, error=str(error))
-        self._breaker.watch(self._answers, HEARTBEAT_S)
+        self._breaker.watch(self._ask, HEARTBEAT_S)
 
     async def close(self) -> None:
         if not self._open:
@@ -383,15 +383,14 @@ class ObjectStorage(Storage):
         finally:
             self._open_if_silent()
 
-    async def _answers(self) -> bool:
-        """Whether the server answers, be it with an error."""
+    async def _ask(self) -> None:
+        """Raises StorageUnavailable if the server does not answer. An error is an answer."""
         try:
             await self._in_thread(Direction.IN, self._probe, "probe of the object store")
         except StorageUnavailable:
             raise
         except StorageError as error:
             log.warning("the object store answers a probe with an error", url=self._section.url, error=str(error))
-        return True
 
     def _counted(self, answers: Sequence[Outcome | StorageError]) -> list[Outcome]:
         outcomes = [Outcome(Found.FAILED, one) if isinstance(one, StorageError) else one for one in answers]

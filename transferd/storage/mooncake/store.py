@@ -588,8 +588,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         kind = CallKind.STORE if moves else CallKind.PROBE
         return await uncancelled(self._native(kind, call, moves))
 
-    async def _probe(self) -> bool:
-        """Whether the master answers."""
+    async def _probe(self) -> None:
+        """Raises StorageError if the master does not answer."""
         client = self._opened()
         found = await self._calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
-        return found[PROBE_KEY] in (0, 1)
+        if (code := found[PROBE_KEY]) not in (0, 1):
+            raise StorageUnavailable(error_codes.describe(code))
