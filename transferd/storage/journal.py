@@ -109,7 +109,7 @@ class UseJournal:
         """Write the file anew with these records. If that fails, go on with the file that was read."""
         with self._lock:
             self._noted.clear()
-            self._replace(records)
+            self._attempt(lambda: self._replace(records))
 
     def flush_soon(self) -> None:
         """Like `flush`, unless it ran just now and little was noted since: a batch costs as much as 15 records."""
@@ -125,7 +125,7 @@ class UseJournal:
             count = len(self._noted)
             noted = self._noted[:count]
             del self._noted[:count]  # the event loop may append meanwhile
-            self._append(noted)
+            self._attempt(lambda: self._append(noted))
         finally:
             self._lock.release()
 
@@ -133,40 +133,36 @@ class UseJournal:
         """Write the file anew, without records that were replaced or belong to earlier uses, except retired ones."""
         with self._lock:
             records = self.read()
-            self._replace(records[(records["use"] >= first_use) | (records["use"] == RESTORED)])
+            records = records[(records["use"] >= first_use) | (records["use"] == RESTORED)]
+            self._attempt(lambda: self._replace(records))
 
     # --- inside -------------------------------------------------------------------------------------
 
+    def _attempt(self, write: Callable[[], None]) -> None:
+        problem = self._lost()
+        if not problem:
+            try:
+                write()
+            except OSError as error:  # a full or failing disk: after a kill, the order of these objects is lost
+                problem = error.strerror or str(error)
+        self.problem = problem
+
     def _append(self, noted: Sequence[tuple[str | int, int, int]]) -> None:
-        if problem := self._lost():
-            self.problem = problem
-            return
         named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
         batch = _batch(b"".join(itertools.starmap(_PACK, named)))
-        try:
-            with opened(self._path, _APPEND | os.O_CREAT, _MODE) as fd:
-                if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
-                    os.ftruncate(fd, self._bytes)
-                write_all(fd, batch if self._bytes else MAGIC + batch)
-                if self._syncs:
-                    os.fdatasync(fd)
-                self._bytes += len(batch) + (0 if self._bytes else len(MAGIC))
-                self._records += len(noted)
-            self.problem = ""
-        except OSError as error:  # a full or failing disk: after a kill, the order of these objects is lost
-            self.problem = error.strerror or str(error)
+        with opened(self._path, _APPEND | os.O_CREAT, _MODE) as fd:
+            if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
+                os.ftruncate(fd, self._bytes)
+            write_all(fd, batch if self._bytes else MAGIC + batch)
+            if self._syncs:
+                os.fdatasync(fd)
+            self._bytes += len(batch) + (0 if self._bytes else len(MAGIC))
+            self._records += len(noted)
 
     def _replace(self, records: Records) -> None:
-        if problem := self._lost():
-            self.problem = problem
-            return
         self._records = self._kept = len(records)
         pieces = (_batch(records[start : start + PIECE].tobytes()) for start in range(0, len(records), PIECE))
-        try:
-            self._bytes = write_anew(self._path, [MAGIC], pieces)
-            self.problem = ""
-        except OSError as error:
-            self.problem = error.strerror or str(error)
+        self._bytes = write_anew(self._path, [MAGIC], pieces)
 
 
 def write_anew(path: str, *pieces: Iterable[bytes]) -> int:
