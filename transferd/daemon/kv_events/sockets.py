@@ -30,18 +30,20 @@ reads nothing for REPLAY_PATIENCE_S, its connection ends.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import structlog
 
 from transferd.config.sections import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
-from transferd.runtime.aio import Timer
+from transferd.runtime.aio import Timer, resolve
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.compat import wait_for
+from transferd.runtime.loop_turns import OneATurn
 from transferd.wire.acceptor import Acceptor
 from transferd.wire.connection import Door, ZmtpConnection
 from transferd.wire.kv_events import KvEvent, encode_batch
@@ -65,14 +67,11 @@ GREET_EVERY_S = 1.0  # between two empty batches, so that subscriptions do not p
 SUBSCRIBERS = frozenset((b"SUB", b"XSUB"))
 
 
-@dataclass(slots=True, eq=False)
-class _Replay:
+class _Replay(NamedTuple):
     """A peer's request for a replay that is not fully answered."""
 
-    next: int  # the number of the next batch
-    snapshot: Snapshot | None = None  # to send before it, or None
-    rest: Iterator[bytes | None] | None = None  # what is left of the snapshot; None: not ready yet
-    numbered: bool = False  # whether the snapshot goes as ordinary batches
+    answers: Iterator[list[bytes]]  # the frames of each; [] while the next one is not ready
+    snapshot: Snapshot | None = None  # sent before the batches
 
 
 @dataclass(eq=False, repr=False)
@@ -102,11 +101,11 @@ class EventSockets:
         self._greeted = -GREET_EVERY_S  # when an empty batch was sent last, in monotonic seconds
         self._greeting = Timer()
         self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
-        # Peers in the order of their turns, and the replays that they have requested.
-        self._replays: OrderedDict[ZmtpConnection, deque[_Replay]] = OrderedDict()
+        self._replays: dict[ZmtpConnection, deque[_Replay]] = {}  # those that each peer has requested
+        self._serving: set[asyncio.Task[None]] = set()  # one for each of these peers
+        self._turns = OneATurn()
+        self._behind: dict[ZmtpConnection, asyncio.Future[None]] = {}  # of these peers, those that must read first
         self._announcements: list[Announcements] = []
-        self._behind: dict[ZmtpConnection, asyncio.TimerHandle] = {}  # peers with replays that must read first
-        self._step: asyncio.Handle | None = None
         self._counts = Counter(events=0, replays=0, snapshots=0, replays_broken_off=0)
         self.endpoint = config.endpoint
         self.replay_endpoint = config.replay_endpoint
@@ -133,11 +132,7 @@ class EventSockets:
 
     def close(self) -> None:
         """Stop at once; subscribers have LINGER_S to read what was sent. Idempotent."""
-        if self._step is not None:
-            self._step.cancel()
-            self._step = None
         self._greeting.cancel()
-        self._replays.clear()
         for acceptor in (self._router, self._pub):
             if acceptor is not None:
                 acceptor.close()
@@ -227,23 +222,48 @@ class EventSockets:
         if len(self._replays) >= MAX_PEERS if waiting is None else len(waiting) >= MAX_REPLAYS_PER_PEER:
             self._counts["replays_broken_off"] += 1
             return
-        self._replays.setdefault(connection, deque()).append(self._new_replay(request[1]))
-        self._step_soon()
+        if waiting is None:
+            waiting = self._replays[connection] = deque()
+            task = asyncio.get_running_loop().create_task(self._serve(connection, waiting))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+        waiting.append(self._new_replay(request[1]))
 
     def _new_replay(self, wanted: bytes) -> _Replay:
         number = int.from_bytes(wanted, "big")
         # Whether batches that the peer has not seen are not kept any more.
         lost = bool(self._announcements) and self._first < self._oldest > number
         if wanted != SNAPSHOT and not lost:
-            return _Replay(number)
+            return _Replay(self._batches(number))
         snapshot = self._useful_snapshot() or self._take_snapshot()
-        if wanted != SNAPSHOT and number + snapshot.count > snapshot.sequence:  # it has no numbers for them
-            return _Replay(number)
+        numbered = wanted != SNAPSHOT
+        if numbered and number + snapshot.count > snapshot.sequence:  # it has no numbers for them
+            return _Replay(self._batches(number))
         self._counts["snapshots"] += 1
-        if wanted != SNAPSHOT:
-            return _Replay(snapshot.sequence - snapshot.count, snapshot, snapshot.batches(), numbered=True)
+        before = self._snapshot_answers(snapshot, numbered=numbered)
+        return _Replay(itertools.chain(before, self._batches(snapshot.sequence)), snapshot)
+
+    def _snapshot_answers(self, snapshot: Snapshot, *, numbered: bool) -> Iterator[list[bytes]]:
+        """The answers that are a snapshot. numbered: as ordinary batches.
+
+        They break off once batches after it are gone. The peer finds the gap, and requests another snapshot.
+        """
         start = snapshot.sequence.to_bytes(SEQUENCE_BYTES, "big")
-        return _Replay(snapshot.sequence, snapshot, itertools.chain([start], snapshot.hashes()))
+        numbers = itertools.count(snapshot.sequence - snapshot.count)
+        for payload in snapshot.batches() if numbered else itertools.chain([start], snapshot.hashes()):
+            if snapshot.sequence < self._oldest:
+                return
+            if payload is None:
+                yield []
+            else:
+                yield self._frames(next(numbers), payload) if numbered else [self._topic, SNAPSHOT, payload]
+
+    def _batches(self, number: int) -> Iterator[list[bytes]]:
+        """The answers that are batches, from this number on, and the end."""
+        while (number := max(number, self._oldest)) < self._sequence:
+            yield self._frames(number, self._kept[number - self._oldest])
+            number += 1
+        yield [self._topic, END, b""]
 
     def _useful_snapshot(self) -> Snapshot | None:
         """A snapshot that is being sent to another peer, so that many requests at once cost the memory of one."""
@@ -260,70 +280,38 @@ class EventSockets:
         """The number of the oldest batch that is kept; of the next one, if none is."""
         return self._sequence - len(self._kept)
 
-    def _step_soon(self) -> None:
-        if self._step is None and len(self._replays) > len(self._behind):
-            self._step = asyncio.get_running_loop().call_soon(self._send_some)
-
-    def _send_some(self) -> None:
-        """Send a few batches to the peer whose turn it is, and pass the turn on."""
-        self._step = None
-        connection = next((peer for peer in self._replays if peer not in self._behind), None)
-        if connection is None:  # it has left, or fallen behind, since this step was planned
-            return
-        waiting = self._replays[connection]
-        self._continue(connection, waiting)
-        if not waiting:
-            self._replays.pop(connection, None)
-        elif connection in self._replays:
-            self._replays.move_to_end(connection)
-        self._step_soon()
-
-    def _continue(self, connection: ZmtpConnection, waiting: deque[_Replay]) -> None:
-        """Send a step of the peer's first replay, and remove the replay at its end."""
-        replay = waiting[0]
-        for _ in range(REPLAY_STEP):
-            if connection.unread > REPLAY_UNREAD:
-                connection.flush()
+    async def _serve(self, connection: ZmtpConnection, waiting: deque[_Replay]) -> None:
+        """Answer a peer's requests, a few batches in a turn of the loop, and as fast as the peer reads."""
+        while waiting:
+            await self._turns.turn()
+            for count, frames in enumerate(waiting[0].answers, 1):
+                if frames:
+                    connection.send(b"", *frames)
                 if connection.unread > REPLAY_UNREAD:
-                    self._wait(connection)
+                    await self._until_read(connection)
+                if connection.closed:
                     return
-            if frames := self._next_of(replay):
-                connection.send(b"", *frames)
-            if replay.next > self._sequence:
-                self._counts["replays"] += 1
-                waiting.popleft()
-                return
+                if count % REPLAY_STEP == 0:
+                    await self._turns.turn()
+            waiting.popleft()
+            self._counts["replays"] += 1
+        del self._replays[connection]
 
-    def _next_of(self, replay: _Replay) -> list[bytes]:
-        """The next answer of a replay; [] if it is not ready. After the last one, `replay.next` is past the newest."""
-        # A snapshot is useless once batches after it are gone. The peer finds the gap, and requests another snapshot.
-        if replay.snapshot is not None and replay.rest is not None and replay.snapshot.sequence >= self._oldest:
-            for payload in replay.rest:
-                if payload is None:
-                    return []
-                if not replay.numbered:
-                    return [self._topic, SNAPSHOT, payload]
-                replay.next += 1
-                return self._frames(replay.next - 1, payload)
-        replay.snapshot = replay.rest = None
-        sequence = max(replay.next, self._oldest)
-        if sequence >= self._sequence:
-            replay.next = self._sequence + 1
-            return [self._topic, END, b""]
-        replay.next = sequence + 1
-        return self._frames(sequence, self._kept[sequence - self._oldest])
-
-    def _wait(self, connection: ZmtpConnection) -> None:
-        """Go on once the peer has read what it got. If it reads nothing for a while, its connection ends."""
-        if not connection.closed:
-            expired = functools.partial(connection.break_off, "unread_answers")
-            self._behind[connection] = asyncio.get_running_loop().call_later(REPLAY_PATIENCE_S, expired)
+    async def _until_read(self, connection: ZmtpConnection) -> None:
+        """Wait until the peer has read what it got. If it reads nothing for a while, its connection ends."""
+        connection.flush()
+        if connection.unread > REPLAY_UNREAD:
+            read = self._behind[connection] = asyncio.get_running_loop().create_future()
+            try:
+                await wait_for(read, REPLAY_PATIENCE_S)
+            except TimeoutError:
+                connection.break_off("unread_answers")
+            finally:
+                del self._behind[connection]
 
     def _caught_up(self, connection: ZmtpConnection) -> None:
-        timer = self._behind.pop(connection, None)
-        if timer is not None:
-            timer.cancel()
-            self._step_soon()
+        if (read := self._behind.get(connection)) is not None:
+            resolve(read, None)
 
     def _left(self, connection: ZmtpConnection) -> None:
         self._requests.pop(connection, None)
