@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import itertools
 import math
@@ -80,25 +79,18 @@ class Departed:
     missed: int = 0
     lanes: dict[str, KindReport] = field(default_factory=dict)
 
-    def copy(self) -> Departed:
-        """As it is now: later engines do not count in it."""
-        return dataclasses.replace(
-            self,
-            tasks=Counter(self.tasks),
-            rejects=Counter(self.rejects),
-            barrier=Counter(self.barrier),
-            effects_failed=Counter(self.effects_failed),
-        )
-
-    def take(self, engine: HostedEngine) -> None:
+    def and_of(self, engine: HostedEngine) -> Departed:
+        """These counts and those of one more engine."""
         dispatch = engine.dispatcher.statistics()
-        self.tasks.update(dispatch.tasks)
-        self.lanes = together([self.lanes, of_engine(engine.ranks(dispatch))])
-        self.rejects.update(dispatch.rejects)
-        self.barrier.update(engine.barrier.counts)
-        self.effects_failed.update(engine.coordinator.effects_failed)
-        self.corrupt += sum(worker.corrupt for worker in engine.workers)
-        self.missed += sum(worker.missed for worker in engine.workers)
+        return Departed(
+            tasks=self.tasks + Counter(dispatch.tasks),
+            rejects=self.rejects + Counter(dispatch.rejects),
+            barrier=self.barrier + engine.barrier.counts,
+            effects_failed=self.effects_failed + engine.coordinator.effects_failed,
+            corrupt=self.corrupt + sum(worker.corrupt for worker in engine.workers),
+            missed=self.missed + sum(worker.missed for worker in engine.workers),
+            lanes=together([self.lanes, of_engine(engine.ranks(dispatch))]),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -500,7 +492,7 @@ class Engines:
         finally:
             del self.leaving[engine]
             self.holdings.left(engine)
-            self.departed.take(engine)
+            self.departed = self.departed.and_of(engine)
             if engine.name not in self._by_name:  # else these are also the counts of the next engine of its name
                 self._shared.tasks.left(engine.name)
                 self._shared.traffic.left(engine.name)

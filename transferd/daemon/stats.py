@@ -70,7 +70,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     engines, own, storage, log = parts.engines.all, parts.engines.own, _storage(parts), parts.tasks
     each: dict[HostedEngine, DispatchStatistics] = {}
     ranks, kinds, found = {}, {}, {}
-    departed = parts.engines.departed.copy()  # an engine that leaves before the report is made is among `engines`
+    departed = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
     for engine in engines:
         dispatch = each[engine] = engine.dispatcher.statistics()
         ranks[engine] = engine.ranks(dispatch)
