@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from transferd.daemon.weights import MISMATCH, Origin, adopts, contradiction
+from transferd.daemon.weights import MISMATCH, Origin, adopted
+from transferd.errors import RequestError
 from transferd.wire.protocol import Hello
 
 BOOT = "this daemon"
@@ -18,9 +19,11 @@ CONFIGURED = [None, "now", "another file"]
 def asked(said: str | None, boot: str, configured: str | None, origin: Origin) -> tuple[str | None, bool]:
     """The refusal's code, if there is one, and whether the engine takes the client's generation."""
     hello = Hello(engine="e", generation=said, boot_id=boot, configured=configured)
-    error = contradiction("e", hello, boot_id=BOOT, generation="now", configured="now", origin=origin)
-    taken = adopts(hello, boot_id=BOOT, generation="now", origin=origin)
-    return None if error is None else error.code, error is None and taken
+    try:
+        taken = adopted("e", hello, boot_id=BOOT, generation="now", configured="now", origin=origin)
+    except RequestError as error:
+        return error.reason, False
+    return None, taken == "other"
 
 
 @pytest.mark.parametrize(
@@ -37,10 +40,9 @@ def test_only_another_generation_from_before_the_restart_is_adopted_or_refused(
 
 def test_a_refusal_names_both_generations_and_what_to_do() -> None:
     hello = Hello(engine="llama", generation="RL-7", boot_id="before", configured="RL-1")
-    error = contradiction("llama", hello, boot_id=BOOT, generation="RL-2", configured="RL-2", origin=Origin.CONFIGURED)
-    assert error is not None
+    with pytest.raises(RequestError) as refused:
+        adopted("llama", hello, boot_id=BOOT, generation="RL-2", configured="RL-2", origin=Origin.CONFIGURED)
     for part in ("'RL-7'", "'RL-2'", "'llama'", "its configuration was 'RL-1'", "transferd generation set"):
-        assert part in error.message
-    other = contradiction("llama", hello, boot_id=BOOT, generation="RL-2", configured="RL-2", origin=Origin.SAID)
-    assert other is not None
-    assert "another client serves it" in other.message
+        assert part in str(refused.value)
+    with pytest.raises(RequestError, match="another client serves it"):
+        adopted("llama", hello, boot_id=BOOT, generation="RL-2", configured="RL-2", origin=Origin.SAID)

@@ -44,7 +44,7 @@ from transferd.daemon.holdings import Holdings
 from transferd.daemon.memories import check_memories, memories_of
 from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.preflight import EnginePlan, Plan, build_engine, device_bytes, host_memory
-from transferd.daemon.weights import Origin, adopts, contradiction
+from transferd.daemon.weights import Origin, adopted
 from transferd.errors import ConfigError, EngineGone, InvariantError, RequestError, TransferError
 from transferd.observability.figures import of_engine, together
 from transferd.observability.report import KindReport
@@ -67,7 +67,7 @@ LOOK_S = 0.5  # between two looks at tasks that may be settled before the one th
 LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Departed:
     """The counts of engines that have left: the daemon's counters never fall."""
 
@@ -186,20 +186,18 @@ class Engines:
 
     def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
         """Adopt the generation that a client served before the daemon's restart, or return why it cannot be served."""
-        now, boot_id = engine.coordinator.generation, self._shared.boot_id
-        why = contradiction(
-            engine.name, said, boot_id=boot_id, generation=now, configured=engine.configured, origin=engine.origin
-        )
-        if why is None and adopts(said, boot_id=boot_id, generation=now, origin=engine.origin):
-            assert said.generation is not None
-            try:
-                engine.cache.set_generation(said.generation)
-            except RequestError as error:
-                return ErrorInfo(error.reason, str(error))
-            log.info("generation adopted from a client", engine=engine.name, generation=said.generation, before=now)
-        if why is None and said.generation is not None and engine.origin is Origin.CONFIGURED:
+        before, boot_id = engine.coordinator.generation, self._shared.boot_id
+        about = {"boot_id": boot_id, "generation": before, "configured": engine.configured}
+        try:
+            taken = adopted(engine.name, said, origin=engine.origin, **about)
+            if taken is not None:
+                engine.cache.set_generation(taken)
+                log.info("generation adopted from a client", engine=engine.name, generation=taken, before=before)
+        except RequestError as error:
+            return ErrorInfo(error.reason, str(error))
+        if said.generation is not None and engine.origin is Origin.CONFIGURED:
             engine.origin = Origin.SAID
-        return why
+        return None
 
     def bound(self, client: KnownClient, *, control: bool = False) -> HostedEngine:
         """The engine that the client belongs to or, if `control`, may control.

@@ -7,8 +7,8 @@ set          a client has set it: this supersedes all generations that were serv
 
 from __future__ import annotations
 
+from transferd.errors import RequestError
 from transferd.runtime.compat import StrEnum
-from transferd.tasks import ErrorInfo
 from transferd.wire import protocol as wire
 
 
@@ -23,24 +23,21 @@ class Origin(StrEnum):
 MISMATCH = "generation_mismatch"
 
 
-def contradiction(
+def adopted(
     name: str, said: wire.Hello, *, boot_id: str, generation: str, configured: str, origin: Origin
-) -> ErrorInfo | None:
-    """Why a client that belongs to the engine `name` cannot be served: it has served another generation.
+) -> str | None:
+    """The generation that the engine `name` takes from a client: what the client served before the daemon's restart.
 
-    Returns None if it can be served, perhaps after the engine takes the client's generation (`adopts`).
+    None if the engine goes on with its own. Raises RequestError, code `generation_mismatch`, if the client cannot be
+    served, because it has served another one.
+
     generation, configured, origin: of the engine.
     """
-    if said.generation is None or said.boot_id == boot_id or said.generation == generation or origin is Origin.SET:
+    if said.generation in (None, generation) or said.boot_id == boot_id or origin is Origin.SET:
         return None
     if origin is Origin.CONFIGURED and said.configured in (None, configured):
-        return None
+        return said.generation
     why = "another client serves it" if origin is Origin.SAID else f"its configuration was {said.configured!r}"
     what = f"this client served the generation {said.generation!r}, and the engine {name!r} now serves {generation!r}"
-    return ErrorInfo(MISMATCH, f"{what} ({why}); say which one is right with set_generation (transferd generation set)")
-
-
-def adopts(said: wire.Hello, *, boot_id: str, generation: str, origin: Origin) -> bool:
-    """Whether the engine takes the generation that this client served before the restart. Requires no contradiction."""
-    other = said.generation not in (None, generation) and said.boot_id != boot_id
-    return other and origin is Origin.CONFIGURED
+    remedy = "say which one is right with set_generation (transferd generation set)"
+    raise RequestError(f"{what} ({why}); {remedy}", code=MISMATCH)
