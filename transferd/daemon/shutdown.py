@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from transferd.errors import StillRunning
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
@@ -36,7 +37,7 @@ class Shutdown:
         self.errors: list[Exception] = []
         self._budget_s = budget_s
         self._now = clock.monotonic
-        self._left_behind: list[asyncio.Future[Any]] = []  # keeps them from being garbage-collected
+        self._left_behind = Background()
 
     async def within(self, seconds: float, waiting: Coroutine[Any, Any, None]) -> bool:
         """Wait at most `seconds`. Returns False if `waiting` has not ended by then."""
@@ -51,8 +52,7 @@ class Shutdown:
         """Do one step. Returns True if it has ended, perhaps with an error; False if it hangs and was abandoned."""
         task = asyncio.ensure_future(work)
         if not await self._ended(task, self._budget_s(), least=LEAST_S):
-            self._left_behind.append(task)
-            task.add_done_callback(_seen)
+            self._left_behind.begin(task)
             self._hangs(name)
             return False
         try:
@@ -78,9 +78,3 @@ class Shutdown:
                 return False
             await asyncio.wait({task}, timeout=min(left, LOOK_S))
         return True
-
-
-def _seen(task: asyncio.Future[Any]) -> None:
-    """Mark the result of an abandoned step as retrieved."""
-    if not task.cancelled():
-        task.exception()
