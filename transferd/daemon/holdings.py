@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -256,44 +256,37 @@ class Holdings:
     def _owners(self, client: KnownClient, engine: str) -> list[EngineOwner] | None:
         """The owners of the objects that the client means; None for all owners. Raises RequestError."""
         uid = client.uid
-        if not engine:
-            if is_operator(uid):
-                return None
-            own = client.engine
-            if own is None:
-                raise RequestError(_refusal("all engines", None, uid), code="not_yours")
-            self._check_right(client, uid, own.owner)
-            return [own.owner]
-        owners = list(self._called(engine))
-        if not owners:
-            raise RequestError(f"no engine {engine!r} is registered, or has anything stored", code="unknown_engine")
-        mine = [owner for owner in owners if self._has_right(client, uid, owner)]
+        if engine:
+            known = [*self._engines, *(one.owner for one in self._keeper.holdings())]
+            named = (one for one in known if isinstance(one, EngineOwner) and one.engine == engine)
+            owners = list(dict.fromkeys(named))  # an engine that is there, and earlier ones that have left objects
+            if not owners:
+                raise RequestError(f"no engine {engine!r} is registered, or has anything stored", code="unknown_engine")
+        elif is_operator(uid):
+            return None
+        elif client.engine is None:
+            raise RequestError(_refusal("all engines", None, uid), code="not_yours")
+        else:
+            owners = [client.engine.owner]
+        mine = [owner for owner in owners if self._has_right(client, owner)]
         if not mine:
-            self._check_right(client, uid, owners[0])
+            whose = f"the engine {owners[0].engine!r}"
+            raise RequestError(_refusal(whose, owners[0].uid, uid), code="not_yours")
         return mine
 
     def open_to(self, client: KnownClient, engine: str = "") -> list[str]:
         """The engines, or the one of this name, whose stored blocks this client may ask for. Raises RequestError."""
         owners = [owner for owner in self._engines if engine in ("", owner.engine)]
-        mine = [owner.engine for owner in owners if self._has_right(client, client.uid, owner)]
+        mine = [owner.engine for owner in owners if self._has_right(client, owner)]
         if owners and not mine:
             what = "only the engine's user, the daemon's user and root may ask what it has stored"
             raise RequestError(what, code="not_yours")
         return mine
 
-    def _called(self, engine: str) -> Iterator[EngineOwner]:
-        """The owners of this name: an engine that is there, and earlier ones that have left objects."""
-        known = [*self._engines, *(one.owner for one in self._keeper.holdings())]
-        yield from dict.fromkeys(owner for owner in known if isinstance(owner, EngineOwner) and owner.engine == engine)
-
-    def _has_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> bool:
-        belongs = client.engine is not None and client.belongs and client.engine.owner == owner
-        registered = client.engine is not None and client.engine.registration is not None
-        return is_operator(uid) or (belongs and registered) or (owner.uid is not None and owner.uid == uid)
-
-    def _check_right(self, client: KnownClient, uid: int | None, owner: EngineOwner) -> None:
-        if not self._has_right(client, uid, owner):
-            raise RequestError(_refusal(f"the engine {owner.engine!r}", owner.uid, uid), code="not_yours")
+    def _has_right(self, client: KnownClient, owner: EngineOwner) -> bool:
+        engine, uid = client.engine, client.uid
+        of_it = engine is not None and client.belongs and engine.owner == owner and engine.registration is not None
+        return is_operator(uid) or of_it or (owner.uid is not None and owner.uid == uid)
 
     def _named(self, client: KnownClient, engine: str) -> HostedEngine:
         """The engine that the client's keys belong to."""

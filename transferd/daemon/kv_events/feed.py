@@ -51,6 +51,7 @@ class KvEventFeed:
         config, objects = plan.config, plan.objects
         self._objects = objects
         self._storage = storage
+        self._levels = None if storage is None else storage.levels
         self._tokens = plan.tokens
         self._index: TokenIndex | None = None
         self._peers: FollowedNodes | None = None
@@ -211,8 +212,7 @@ class KvEventFeed:
     def _object_moved(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)
         if block is not None:
-            levels = None if self._storage is None else self._storage.levels
-            gone = not self._reports and levels is not None and not levels.having(name)
+            gone = not self._reports and self._levels is not None and not self._levels.having(name)
             (self.residency.object_left if gone else self.residency.object_moved)(block)
 
     def objects(self) -> Iterator[list[str]]:
@@ -227,9 +227,8 @@ class KvEventFeed:
         return all(self._storage.index.find(self._names(block), None) or (False,))
 
     def _levels_of(self, block: str) -> int:
-        levels = None if self._storage is None else self._storage.levels
-        assert levels is not None
-        return functools.reduce(operator.and_, map(levels.having, self._names(block)))
+        assert self._levels is not None
+        return functools.reduce(operator.and_, map(self._levels.having, self._names(block)))
 
     def _names(self, block: str) -> list[str]:
         return [self._objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
