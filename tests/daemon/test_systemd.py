@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from transferd.daemon.systemd import Notifier, feed_watchdog
 from transferd.runtime.compat import timeout
@@ -33,13 +34,13 @@ def heard(sock: socket.socket) -> list[str]:
 
 def test_states_arrive_as_one_datagram(supervisor: socket.socket) -> None:
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": supervisor.getsockname()})
-    assert notifier.notify("READY=1", "STATUS=serving")
+    notifier.notify("READY=1", "STATUS=serving")
     assert heard(supervisor) == ["READY=1\nSTATUS=serving"]
 
 
 def test_text_with_line_breaks_stays_within_its_state(supervisor: socket.socket) -> None:
     """Text of clients is in them, and a line of its own is an order to systemd."""
-    assert Notifier(supervisor.getsockname()).notify("READY=1", "STATUS=a\nSTOPPING=1\r\nb\0\udcff")
+    Notifier(supervisor.getsockname()).notify("READY=1", "STATUS=a\nSTOPPING=1\r\nb\0\udcff")
     assert heard(supervisor) == ["READY=1\nSTATUS=a\\nSTOPPING=1\\r\\nb\\x00\\udcff"]
 
 
@@ -48,13 +49,16 @@ def test_an_abstract_address_is_understood() -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(f"\0{name}")
         sock.setblocking(False)
-        assert Notifier(f"@{name}").notify("READY=1")
+        Notifier(f"@{name}").notify("READY=1")
         assert heard(sock) == ["READY=1"]
 
 
 def test_a_missing_or_absent_supervisor_is_never_fatal(tmp_path: Path) -> None:
-    assert not Notifier.from_environment({}).notify("READY=1")
-    assert not Notifier(str(tmp_path / "nobody")).notify("READY=1")
+    with capture_logs() as logged:
+        Notifier.from_environment({}).notify("READY=1")
+        assert not logged
+        Notifier(str(tmp_path / "nobody")).notify("READY=1")
+    assert [line["event"] for line in logged] == ["cannot notify the supervisor"]
 
 
 def test_reloading_carries_the_time_stamp_that_systemd_asks_for(supervisor: socket.socket) -> None:

@@ -30,25 +30,23 @@ class Notifier:
     def from_environment(cls, env: Mapping[str, str] = os.environ) -> Self:
         return cls(env.get("NOTIFY_SOCKET", ""))
 
-    def notify(self, *states: str) -> bool:
-        """Send e.g. "READY=1", "STATUS=…". Returns False if there is no supervisor or sending failed.
+    def notify(self, *states: str) -> None:
+        """Send e.g. "READY=1", "STATUS=…". Does nothing without a supervisor, and no harm if sending fails.
 
         Each state stays one line, because a client's text in it must not become a state of its own.
         """
         if not self._address:
-            return False
+            return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                 sock.setblocking(False)
                 sock.sendto("\n".join(map(one_line, states)).encode(), self._address)
         except OSError as error:
             log.debug("cannot notify the supervisor", problem=str(error))
-            return False
-        return True
 
-    def reloading(self) -> bool:
+    def reloading(self) -> None:
         """Send RELOADING=1 with the timestamp that Type=notify-reload requires. Follow it with READY=1."""
-        return self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        self.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
 
 async def feed_watchdog(
