@@ -254,13 +254,10 @@ def _examine_directory(key: str, path: str, value: str, *, make: int | None = No
 
     make: how many missing levels a start creates; None for any number.
     """
-    there, missing = path, 0
-    while not os.path.lexists(there) and os.path.dirname(there) not in (there, ""):
-        there, missing = os.path.dirname(there), missing + 1
+    places = (path, *map(str, Path(path).parents))
+    missing, there = next((number, place) for number, place in enumerate(places) if os.path.lexists(place))
     if make is not None and missing > make:
         raise ConfigError(key, f"there is no directory {os.path.dirname(path)}", value)
-    if not os.path.lexists(there):
-        return there
     if not os.path.isdir(there):
         raise ConfigError(key, f"{there} is not a directory", value)
     if not os.access(there, os.W_OK | os.X_OK):
