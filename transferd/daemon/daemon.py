@@ -35,7 +35,6 @@ from transferd.daemon.traffic import KeyTraffic
 from transferd.observability.page import PageParts
 from transferd.observability.recorder import Recorder
 from transferd.observability.report import Report, parts_of, tree
-from transferd.observability.report_memory import ReportMemory
 from transferd.observability.status_server import StatusServer
 from transferd.observability.story import task_story
 from transferd.observability.task_log import TaskLog, TaskMetrics, Windows
@@ -116,20 +115,19 @@ class Daemon:
         )
         self.engines = Engines(config, shared, self.clients, plan)
         self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
-        self._viewed = ReportMemory(lambda: self._health.report(), clock)
+        self._health = HealthCheck(self, self.listing)
         self.server = self._build_server()
         self.reports = self._build_reports(metrics)
         self.started_at = clock.monotonic()
-        self._health = HealthCheck(self, self.listing, self._viewed)
         self._pool_watch: asyncio.Task[None] | None = None
 
     def _build_reports(self, tasks: TaskMetrics) -> StatusServer:
         return StatusServer(
             self.config.metrics.listen,
-            self._viewed,
+            self._health.viewed,
             lambda: self.alive,
             lambda: self.not_ready,
-            live=PageParts(self.listing.timeline, self.listing.tasks, lambda engine: self._health.history(engine)),
+            live=PageParts(self.listing.timeline, self.listing.tasks, self._health.history),
             explain=self.explain,
             hosts=self.config.metrics.hosts,
             tasks=tasks,
@@ -142,11 +140,11 @@ class Daemon:
             self.listing,
             self.config.server,
             self.clock,
-            stats=lambda: self._viewed.made(_for_the_wire),
+            stats=lambda: self._health.viewed.made(_for_the_wire),
             explain=self.explain,
             peers=self.peers,
             process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
-            hello_arrived=lambda: self._health.hello_arrived(),
+            hello_arrived=self._health.hello_arrived,
         )
 
     @property

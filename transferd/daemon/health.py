@@ -25,11 +25,10 @@ LAGS_KEPT, LATE = 10, 3  # of so many measurements, so many must be late: a mach
 
 
 class HealthCheck:
-    """One for the daemon."""
+    """One for the daemon. viewed: its reports, for all who look at them."""
 
-    def __init__(self, parts: Parts, listing: Listing, viewed: ReportMemory) -> None:
-        """viewed: gets its reports from here."""
-        self._viewed = viewed
+    def __init__(self, parts: Parts, listing: Listing) -> None:
+        self.viewed = ReportMemory(self.report, parts.clock)
         self._parts, self._listing = parts, listing
         self._now = parts.clock.monotonic
         self._watch = Watch()
@@ -59,7 +58,7 @@ class HealthCheck:
 
     def _beat(self, due: float) -> None:
         self._lags.append((self._now(), asyncio.get_running_loop().time() - due))
-        self._viewed.report()
+        self.viewed.report()
 
     def close(self) -> None:
         self._pulse.cancel()
