@@ -105,6 +105,7 @@ class Building:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
+    shared: what the daemon lends to its engines.
     total: the tasks that all engines together have admitted.
     host: the memory of engines that register.
     holdings: the objects of engines in storage.
@@ -118,7 +119,7 @@ class Engines:
     def __init__(self, config: Config, shared: Shared, clients: Clients, plan: Plan) -> None:
         """Build the engine of [cache], if there is one. Raises ConfigError, TierError."""
         self._config = config
-        self._shared = shared
+        self.shared = shared
         self._clients = clients
         self.holdings = Holdings(config, shared.storage)
         self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
@@ -186,7 +187,7 @@ class Engines:
 
     def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
         """Adopt the generation that a client served before the daemon's restart, or return why it cannot be served."""
-        before, boot_id = engine.coordinator.generation, self._shared.boot_id
+        before, boot_id = engine.coordinator.generation, self.shared.boot_id
         about = {"boot_id": boot_id, "generation": before, "configured": engine.configured}
         try:
             taken = adopted(engine.name, said, origin=engine.origin, **about)
@@ -280,8 +281,8 @@ class Engines:
 
     async def _make_known(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
         engine.origin = Origin.SET
-        self._shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
-        now = self._shared.clock.monotonic
+        self.shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
+        now = self.shared.clock.monotonic
         give_up = now() + 2 * self._config.server.client_timeout
         while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
             engine.heard.clear()
@@ -362,12 +363,12 @@ class Engines:
             building.waiting -= 1
 
     async def _made(self, name: str, config: Config, registration: Registrant, share: float) -> HostedEngine:
-        run = self._shared.threads.run
+        run = self.shared.threads.run
         try:
             # In a thread: an engine chooses how many layers and ranks it has.
             plan = await run(Direction.SETUP, functools.partial(_planned, config), "planning an engine")
             self.host.book(registration, name, plan.sizes.memory)
-            parts = name, plan, self._shared, self.total, self._epochs, registration
+            parts = name, plan, self.shared, self.total, self._epochs, registration
             engine = await run(Direction.SETUP, lambda: HostedEngine(*parts), "making an engine")
         except BaseException:
             self.host.give_back(registration)
@@ -445,7 +446,7 @@ class Engines:
     async def restart_check(self, client: KnownClient) -> dict[str, Any]:
         """See Holdings.restart_check. A thread looks at the configuration: its disks may hang."""
         work = Direction.SETUP, self.acts.would_not_start, "checking for a restart"
-        return await self.holdings.restart_check(client, lambda: self._shared.threads.run(*work))
+        return await self.holdings.restart_check(client, lambda: self.shared.threads.run(*work))
 
     # --- leaving ------------------------------------------------------------------------------------
 
@@ -472,7 +473,7 @@ class Engines:
                 if client is not None and client.engine is engine:
                     client.engine, client.holds = None, False
                     client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
-            self._shared.clients.say_hello(engine.clients, why.message)
+            self.shared.clients.say_hello(engine.clients, why.message)
             self.prefetches.dismissed(engine)
             work = self._closed(engine, why, self._building.get(engine.name))
             leaving = self.leaving[engine] = asyncio.get_running_loop().create_task(work)
@@ -492,8 +493,8 @@ class Engines:
             self.holdings.left(engine)
             self.departed = self.departed.and_of(engine)
             if engine.name not in self._by_name:  # else these are also the counts of the next engine of its name
-                self._shared.tasks.left(engine.name)
-                self._shared.traffic.left(engine.name)
+                self.shared.tasks.left(engine.name)
+                self.shared.traffic.left(engine.name)
             self.host.give_back(engine.registration)
 
     async def task_settled(self, name: str, task_id: str) -> None:

@@ -20,13 +20,11 @@ from transferd.observability import logs
 from transferd.observability import report as rows
 from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
 from transferd.observability.report import Report
-from transferd.observability.task_log import TaskLog, Windows
+from transferd.observability.task_log import Windows
 from transferd.observability.traces import Traces
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import loop_turns
 from transferd.runtime.version import VERSION
-from transferd.storage.base import Storage
-from transferd.storage.peer.transport import PeerTransport
 from transferd.storage.tokens import TokenStorage
 from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
@@ -43,18 +41,13 @@ class Parts(Protocol):
     """The sources of a report: the part of the daemon (daemon.py) that this module needs."""
 
     config: Config
-    boot_id: str
     clock: Clock
     started_at: float
     transport: ServerTransport
     engines: Engines
     server: Server
-    tasks: TaskLog
     windows: Windows
-    storage: Storage | None
     tokens: TokenStorage | None
-    peers: PeerTransport | None
-    events: EventSockets | None
     traces: Traces | None
 
     def refused(self) -> dict[str, int]:
@@ -67,7 +60,7 @@ class Parts(Protocol):
 
 def report_of(parts: Parts) -> Generator[None, None, Report]:
     """The report as it is now, without concerns, in pieces of one engine: about a millisecond at 8 ranks."""
-    engines, own, storage, log = parts.engines.all, parts.engines.own, _storage(parts), parts.tasks
+    engines, own, storage, shared = parts.engines.all, parts.engines.own, _storage(parts), parts.engines.shared
     each: dict[HostedEngine, DispatchStatistics] = {}
     ranks, kinds, found = {}, {}, {}
     departed = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
@@ -98,16 +91,16 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         version=VERSION,
         host_name=socket.gethostname(),
         pid=os.getpid(),
-        boot_id=parts.boot_id,
+        boot_id=shared.boot_id,
         uptime_s=parts.clock.monotonic() - parts.started_at,
         loop_longest_s=loop_turns().longest_s,
         endpoint=list(parts.transport.endpoints),
         ranks=[rank for engine in engines for rank in ranks[engine]],
         lanes=lanes,
         totals=totals,
-        errors=dict(sum(log.errors.values(), Counter())),
-        hits=log.found.total(),
-        misses=log.missing.total(),
+        errors=dict(sum(shared.tasks.errors.values(), Counter())),
+        hits=shared.tasks.found.total(),
+        misses=shared.tasks.missing.total(),
         **sums,
         tasks=tasks,
         rejects=rejects,
@@ -121,8 +114,8 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         memory=memory,
         storage=storage,
         what_if=parts.engines.traffic.what_if(storage.levels),
-        pd=rows.PdReport() if parts.peers is None else rows.PdReport(mode="direct", **parts.peers.statistics()),
-        events=_events(parts.events, engines),
+        pd=rows.PdReport() if shared.peers is None else rows.PdReport(mode="direct", **shared.peers.statistics()),
+        events=_events(shared.events, engines),
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
         effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), departed.effects_failed)),
@@ -173,7 +166,7 @@ def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.Ki
 def _engine(
     engine: HostedEngine, dispatch: DispatchStatistics, parts: Parts, kinds: Kinds, storage: rows.StorageReport
 ) -> rows.EngineReport:
-    cache, traffic, log = engine.cache, parts.engines.traffic, parts.tasks
+    cache, traffic, log = engine.cache, engine.shared.traffic, engine.shared.tasks
     unattached, unattached_s = engine.unattached()
     totals = _total(parts.windows, kinds, engine.name)
     return rows.EngineReport(
@@ -266,21 +259,21 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
 
 def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics], host: rows.HostReport) -> rows.MemoryReport:
     contexts = [worker.context for engine in each for worker in engine.workers]
-    made = [e for e in each if e.cache.creator is Creator.DAEMON]
+    made, storage = [e for e in each if e.cache.creator is Creator.DAEMON], parts.engines.shared.storage
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=host.bytes,
         staging=sum(context.staging.nbytes for context in contexts),
         peer_staging=sum(one.peer.staging.nbytes for one in contexts if one.peer is not None),
-        stored_objects=0 if parts.storage is None else parts.storage.memory_bytes,
-        carried=getattr(parts.storage, "carried_bytes", 0),
+        stored_objects=0 if storage is None else storage.memory_bytes,
+        carried=getattr(storage, "carried_bytes", 0),
         task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
         results=sum(dispatch.result_bytes for dispatch in each.values()),
     )
 
 
 def _storage(parts: Parts) -> rows.StorageReport:
-    storage = parts.tokens or parts.storage
+    storage = parts.tokens or parts.engines.shared.storage
     found = {} if storage is None else dict(storage.statistics())
     workers, departed = [worker for engine in parts.engines.all for worker in engine.workers], parts.engines.departed
     if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
