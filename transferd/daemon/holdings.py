@@ -290,9 +290,9 @@ class Holdings:
 
     def _named(self, client: KnownClient, engine: str) -> HostedEngine:
         """The engine that the client's keys belong to."""
-        there = [one for owner, one in self._engines.items() if owner.engine == engine] if engine else []
-        named = there[0] if there else client.engine
-        if named is None or (engine and not there):
+        there = (one for owner, one in self._engines.items() if owner.engine == engine)
+        named = next(there, None) if engine else client.engine
+        if named is None:
             what = f"no engine {engine!r} is registered" if engine else "keys are those of an engine: name it"
             raise RequestError(f"{what}; only a registered engine's keys have names", code="unknown_engine")
         return named

@@ -60,8 +60,7 @@ class Listing:
             rows += [_ended(one, now) for one in slowest[:limit]]
             return sorted(rows, key=lambda row: row["seconds"], reverse=True)[:limit]
         rows = self._under_way(under_way[: (limit + 1) // 2])
-        newest = recent[-(limit - len(rows)) :] if limit > len(rows) else []
-        return rows + [_ended(one, now) for one in reversed(newest)]
+        return rows + [_ended(one, now) for one in itertools.islice(reversed(recent), limit - len(rows))]
 
     def oldest_running(self, at_least_s: float) -> tuple[float, str]:
         """For how long the oldest running task has been admitted, and what it waits for; (0, "") if not that long."""
@@ -81,7 +80,7 @@ class Listing:
         """The running and the latest ended tasks, with `stages`: [{queue_s, copy_s, storage_s}] of each rank."""
         now, recent = self._now(), _only(engine, self._ended.recent)
         rows = [row | {"stages": []} for row in self._under_way(self._admitted(limit // 2, engine))]
-        for one in list(reversed(recent))[: limit - len(rows)]:
+        for one in itertools.islice(reversed(recent), limit - len(rows)):
             stages = [{"queue_s": r.queue_s, "copy_s": r.copy_s, "storage_s": r.storage_s} for r in one.ranks]
             rows.append(_ended(one, now) | {"stages": stages})
         return rows
