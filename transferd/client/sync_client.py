@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -73,14 +74,13 @@ class SyncClient(BlockingClient):
         self._thread: threading.Thread | None = None
         self._pid = 0  # the process of that thread
         self._given = weakref.WeakSet[concurrent.futures.Future[Any]]()  # futures that callers hold
+        self._beginning: deque[_ThreadCall[Any]] = deque()  # calls that the thread has not begun
         self._new_locks()
         _made.add(self)
 
     def _new_locks(self) -> None:
         self._life = threading.RLock()  # held to connect or close
         self._entry = threading.RLock()  # `close` ends every call that began under this lock
-        # Without a bound, threads that never wait could keep the loop from hearing the daemon.
-        self._turns = threading.Semaphore(MOST_BEGINNING)
 
     def forked(self) -> None:
         """Called in a forked child, where another thread may have held the locks and no thread ends a future."""
@@ -122,7 +122,7 @@ class SyncClient(BlockingClient):
             loop.close()
             raise NoThreads(f"a blocking client needs a thread: {error}") from error
         with self._entry:
-            self._turns = threading.Semaphore(MOST_BEGINNING)  # a loop that was closed has not given all back
+            self._beginning = deque()  # a loop that was closed has not begun all
             self._loop, self._thread, self._pid = loop, thread, os.getpid()
 
     def close(self) -> None:
@@ -250,24 +250,63 @@ class SyncClient(BlockingClient):
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if not self._forked:
-            turns = self._turn()
+            if len(self._beginning) >= MOST_BEGINNING:
+                self._wait_turn()
             with self._entry:
                 if self._loop is not None:
-                    future = asyncio.run_coroutine_threadsafe(work, self._loop)
-                    self._given.add(future)
-                    self._loop.call_soon_threadsafe(turns.release)  # once `work` has begun
-                    return future
+                    call = _ThreadCall(work, self._loop)
+                    self._given.add(call)
+                    self._beginning.append(call)
+                    self._loop.call_soon_threadsafe(call.begin, self._beginning)
+                    return call
         work.close()
         raise self._client.unusable()
 
-    def _turn(self) -> threading.Semaphore:
-        """Wait until the client's thread has begun most of the earlier calls. Returns where to give the turn back."""
-        turns = self._turns
-        if threading.current_thread() is self._thread:  # in a callback, which may not wait
-            return threading.Semaphore()
-        while not turns.acquire(timeout=LOOK_S) and self._loop is not None:
-            pass
-        return turns
+    def _wait_turn(self) -> None:
+        """Wait until the client's thread has begun the earlier calls; a callback may not wait.
+
+        Without a bound, threads that never wait could keep the loop from hearing the daemon.
+        """
+        while len(self._beginning) >= MOST_BEGINNING and threading.current_thread() is not self._thread:
+            begun = threading.Event()
+            with self._entry:
+                if self._loop is None:
+                    return
+                self._loop.call_soon_threadsafe(begun.set)
+            begun.wait(LOOK_S)
+
+
+class _ThreadCall(Future[T]):
+    """What other threads see of a call that the client's thread runs. Cancelling it cancels the call."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._work = work
+        self._loop = loop
+
+    def begin(self, beginning: deque[_ThreadCall[Any]]) -> None:
+        beginning.popleft()  # which is this one
+        self._task = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            answer = await self._work
+        except asyncio.CancelledError:
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            if self.set_running_or_notify_cancel():
+                self.set_exception(error)
+        else:
+            if self.set_running_or_notify_cancel():
+                self.set_result(answer)
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if cancelled:
+            with contextlib.suppress(RuntimeError):  # the client was closed meanwhile
+                self._loop.call_soon_threadsafe(lambda: self._loop.call_soon(self._task.cancel))  # it has begun then
+        return cancelled
 
 
 _made: weakref.WeakSet[SyncClient] = weakref.WeakSet()
