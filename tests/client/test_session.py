@@ -97,7 +97,7 @@ class World:
 
     def push(self, task_id: str = "t", **more: Any) -> PendingTask:
         task = SwapOutTask(task_id=task_id, gpu_block_ids=[1], cpu_block_ids=[2], **more)
-        pending = self.conversation.new_task(task, self.conversation.now + 1000.0, ack=True)
+        pending = PendingTask(task, self.conversation, self.conversation.now + 1000.0, ack=True)
         self.conversation.ask(pending)
         return pending
 

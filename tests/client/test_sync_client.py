@@ -307,7 +307,7 @@ def test_closing_ends_what_other_threads_wait_for(endpoint: str, threads: Callab
 
 def _pending(client: SyncClient) -> list[str]:
     conversation = client._client._conversation
-    return [getattr(pending.body, "task_id", "") for _, pending in conversation._pending.items()]
+    return [getattr(pending.body, "task_id", "") for pending in list(conversation._pending.values())]
 
 
 def test_a_client_can_be_entered_again(endpoint: str) -> None:

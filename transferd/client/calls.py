@@ -16,7 +16,7 @@ from transferd.wire import protocol as wire
 T = TypeVar("T")
 CONTROL_TIMEOUT_S = 30.0  # for a request that the daemon can answer at once
 # Calls without a blocking form: SyncClient.start is that of `insist`, and the client's own parts use the others.
-ASYNCIO_ONLY = frozenset({"insist", "retried", "withdraw"})
+ASYNCIO_ONLY = frozenset({"insist", "withdraw"})
 
 
 class Calls:

@@ -17,7 +17,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from transferd.client import handover
 from transferd.client.busy_retry import BusyRetry
@@ -39,7 +39,6 @@ from transferd.wire import protocol as wire
 from transferd.wire.answers import Leased
 from transferd.wire.transport import ClientTransport, ZmqClientTransport
 
-T = TypeVar("T")
 log = logging.getLogger("transferd.client")
 
 NO_ANSWER_S = 30.0  # added to a task's own timeout; without a bug, the daemon answers by then
@@ -241,10 +240,13 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """
         limit = None if settle_timeout is None else seconds_to_wait("settle_timeout", settle_timeout)
         pending = self._pushed(task, ack=False, progressed=progressed)
-        result: TaskResult = await self._unless_cancelled(pending, pending.future)
-        if settled and not result.settled:
-            known = await self._unless_cancelled(pending, self.settled(result.task_id, limit))
-            result = after_waiting(result, self.endpoint, limit, known)
+        try:
+            result: TaskResult = await pending.future
+            if settled and not result.settled:
+                result = after_waiting(result, self.endpoint, limit, await self.settled(result.task_id, limit))
+        except asyncio.CancelledError:
+            await self._given_up(pending)
+            raise
         return result
 
     async def insist(
@@ -262,9 +264,9 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         submit = functools.partial(self.submit, settled=settled, settle_timeout=settle_timeout, progressed=progressed)
         return await self.retried(submit, task)
 
-    async def retried(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task) -> TaskResult:
+    def retried(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task) -> Awaitable[TaskResult]:
         """Call `submit` until its result is not busy. `cancel` and `close` end the pauses between."""
-        return await self._busy.submit(submit, task, self._limit(task) - NO_ANSWER_S)
+        return self._busy.submit(submit, task, self._clock.monotonic() + seconds_of(task))
 
     async def settled(self, task_id: str, timeout: float | None = None) -> bool:
         """Wait until no byte of the task's device and host blocks is read or written for it any more.
@@ -276,7 +278,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         limit = math.inf if timeout is None else seconds_to_wait("timeout", timeout)
         self._conversation.check_process()
         give_up = self._clock.monotonic() + limit
-        for pending in self._conversation.pending_tasks(task_id):
+        for pending in list(self._conversation.pushes.get(task_id, ())):
             left = give_up - self._clock.monotonic()
             await asyncio.wait({pending.ended()}, timeout=None if left == math.inf else left)
             if pending.result is None:
@@ -288,20 +290,16 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """Ids of ended tasks that may still use their blocks. See `settled`."""
         return self._conversation.settling.task_ids
 
-    async def _unless_cancelled(self, pending: PendingTask, waited_for: Awaitable[T]) -> T:
-        """Wait. If the caller is cancelled, cancel the task, and raise once it is settled."""
-        try:
-            return await waited_for
-        except asyncio.CancelledError:
-            twice = pending.result is None and isinstance(pending.future, TaskFuture) and pending.future.withdrawn
+    async def _given_up(self, pending: PendingTask) -> None:
+        """The caller was cancelled: cancel the task, and wait until it is settled."""
+        twice = pending.result is None and isinstance(pending.future, TaskFuture) and pending.future.withdrawn
+        if not twice:
             with contextlib.suppress(TransferError):  # the client was closed meanwhile
-                if not twice:
-                    await self.withdraw(pending.body.task_id)
-            raise
+                await self.withdraw(pending.body.task_id)
 
     async def withdraw(self, task_id: str) -> None:
         """Cancel a task and wait until it is settled; if the daemon is lost, for at most CANCEL_SETTLE_S."""
-        for pending in self._conversation.pending_tasks(task_id):
+        for pending in list(self._conversation.pushes.get(task_id, ())):
             self._conversation.cancel_soon(task_id)
             await pending.ended()  # in time, whatever happens
         limit = CANCEL_SETTLE_S if self._conversation.is_open else 0.0
@@ -315,20 +313,22 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """
         pending = self._pushed(task, ack=True)
         assert pending.admitted is not None
-        await self._unless_cancelled(pending, pending.admitted)
+        try:
+            await pending.admitted
+        except asyncio.CancelledError:
+            await self._given_up(pending)
+            raise
         return pending.future
 
     def _pushed(self, task: Task, *, ack: bool, progressed: Callable[[int], object] | None = None) -> PendingTask:
-        pending = self._conversation.new_task(task, self._limit(task), ack=ack, progressed=progressed)
+        deadline = self._clock.monotonic() + seconds_of(task) + NO_ANSWER_S
+        pending = PendingTask(task, self._conversation, deadline, ack=ack, on_progress=progressed)
         self._conversation.uses()
         if self._attached.orphaned and len(task.gpu_block_ids) and not self._conversation.served.differs:
             self._conversation.turn_away(pending, self._attached.refusal())
         else:
             self._conversation.ask(pending)
         return pending
-
-    def _limit(self, task: Task) -> float:
-        return self._clock.monotonic() + seconds_of(task) + NO_ANSWER_S
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task; return False if there was none. It ends as `cancelled`, or with the result it already has."""

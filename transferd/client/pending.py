@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from decimal import Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
-from transferd.client.settling import Push, Settling
+from transferd.client.settling import Asks, Push, Settling
 from transferd.errors import (
     Closed,
     ConfigError,
@@ -39,17 +40,22 @@ UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal", "identity
 class Pending:
     """One pending request. The caller holds `future` and may cancel it at any time."""
 
-    __slots__ = ("ack", "body", "deadline", "future", "push")
+    __slots__ = ("_complain", "body", "deadline", "future", "push")
+    admitted: asyncio.Future[None] | None = None  # of a task whose caller waits for that
 
-    def __init__(self, body: wire.Body, future: asyncio.Future[Any], deadline: float, *, ack: bool = False) -> None:
+    def __init__(
+        self,
+        body: wire.Body,
+        future: asyncio.Future[Any],
+        deadline: float,
+        complain: Callable[[str], None] | None = None,
+    ) -> None:
+        """complain: of a repeated request, for which no caller waits: a refusal may be why the engine is not served."""
         self.body = body
         self.future = future
         self.deadline = deadline
-        self.ack = ack
+        self._complain = complain
         self.push: Push | None = None  # None until it was sent
-
-    def accepted(self) -> None:
-        """The daemon has admitted the task; the answer follows."""
 
     def progressed(self, layers: int) -> None:
         """All blocks of the task have so many layers there."""
@@ -58,27 +64,11 @@ class Pending:
         resolve(self.future, value)
 
     def fail(self, error: TransferError) -> None:
+        if self._complain is not None and not isinstance(error, DaemonLost | Closed):
+            self._complain(f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})")
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # mark it retrieved: the caller may have stopped waiting
-
-
-class Repeated(Pending):
-    """A request that no caller waits for. A refusal is logged: it may be why the engine is not served."""
-
-    __slots__ = ("_complain",)
-
-    def __init__(
-        self, body: wire.ControlRequest, future: asyncio.Future[Any], deadline: float, complain: Callable[[str], None]
-    ) -> None:
-        super().__init__(body, future, deadline)
-        self._complain = complain
-
-    def fail(self, error: TransferError) -> None:
-        if not isinstance(error, DaemonLost | Closed):
-            said = f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})"
-            self._complain(said)
-        super().fail(error)
 
 
 class TaskFuture(asyncio.Future[TaskResult]):
@@ -88,17 +78,15 @@ class TaskFuture(asyncio.Future[TaskResult]):
     loop. A second cancel takes effect at once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, withdraw: Callable[[], None]) -> None:
-        super().__init__(loop=loop)
-        self._withdraw = withdraw
-        self.withdrawn = False
-        self._why: Any = None
+    withdraw: Callable[[], None]
+    withdrawn = False
+    _why: Any = None
 
     def cancel(self, msg: Any = None) -> bool:
         if self.withdrawn or self.done():
             return super().cancel(msg)
         self.withdrawn, self._why = True, msg
-        self._withdraw()
+        self.withdraw()
         return True
 
     def set_result(self, result: TaskResult) -> None:
@@ -108,6 +96,19 @@ class TaskFuture(asyncio.Future[TaskResult]):
             super().set_result(result)
 
 
+class Pushes(Asks, Protocol):
+    """The conversation, as far as a task needs it."""
+
+    settling: Settling
+    pushes: dict[str, list[PendingTask]]  # that have not ended, by task_id
+
+    def own_loop(self) -> asyncio.AbstractEventLoop: ...
+
+    def new_future(self) -> asyncio.Future[Any]: ...
+
+    def cancel_soon(self, task_id: str) -> None: ...
+
+
 class PendingTask(Pending):
     """A pending task; it always ends in a TaskResult.
 
@@ -115,124 +116,77 @@ class PendingTask(Pending):
     result: its end, also if the caller has cancelled the future.
     """
 
-    __slots__ = ("_last", "_new_future", "_settling", "_watching", "admitted", "on_progress", "result")
+    __slots__ = ("_conversation", "_waiting", "admitted", "on_progress", "result")
     body: Task
 
     def __init__(
         self,
         task: Task,
-        future: asyncio.Future[TaskResult],
-        new_future: Callable[[], asyncio.Future[Any]],
+        conversation: Pushes,
         deadline: float,
         *,
         ack: bool,
-        settling: Settling,
-        last: Callable[[], tuple[str, str]],
+        on_progress: Callable[[int], object] | None = None,
     ) -> None:
-        """A task with its deadline.
-
-        new_future: makes one for a caller; raises Closed.
-        ack: say when the task is admitted.
-        last: the generation and boot_id that the daemon named last, for a result that the client gives itself.
-        """
+        """A task that waits to be asked. ack: its caller waits until it is admitted. Raises Closed."""
+        loop = conversation.own_loop()
         if type(task.timeout) not in (float, int) and (seconds := as_seconds(task.timeout)) is not None:
             task = msgspec.structs.replace(task, timeout=seconds)
-        super().__init__(task, future, deadline, ack=ack)
-        self.admitted: asyncio.Future[None] | None = new_future() if ack else None
-        self._new_future, self._settling, self._last = new_future, settling, last
+        future: asyncio.Future[TaskResult]
+        if ack:
+            future, self.admitted = loop.create_future(), loop.create_future()
+        else:
+            future, self.admitted = TaskFuture(loop=loop), None
+            future.withdraw = functools.partial(conversation.cancel_soon, task.task_id)
+        super().__init__(task, future, deadline)
+        self._conversation = conversation
+        self.on_progress = on_progress
         self.result: TaskResult | None = None
-        self._watching: list[asyncio.Future[None]] = []
-        self.on_progress: Callable[[int], object] = lambda _: None
+        self._waiting = [] if self.admitted is None else [self.admitted]  # for its end
+        conversation.pushes.setdefault(task.task_id, []).append(self)
 
     def ended(self) -> asyncio.Future[None]:
         """A future of the caller's own that is done once the task has ended."""
-        future = self._new_future()
+        future = self._conversation.new_future()
         if self.result is None:
-            self._watching.append(future)
+            self._waiting.append(future)
         else:
             future.set_result(None)
         return future
 
-    def accepted(self) -> None:
-        if self.admitted is not None:
-            resolve(self.admitted, None)
-
     def progressed(self, layers: int) -> None:
-        self.on_progress(layers)
+        if self.on_progress is not None:
+            self.on_progress(layers)
 
     def answer(self, value: TaskResult) -> None:
         if not value.settled and self.push is not None:
-            self._settling.gave_up(value.task_id, self.push)
+            self._conversation.settling.gave_up(value.task_id, self.push)
+        pushes = self._conversation.pushes[self.body.task_id]
+        pushes.remove(self)
+        if not pushes:
+            del self._conversation.pushes[self.body.task_id]
         self.result = value
         if not self.future.done():  # as Pending does: two calls less for each task
             self.future.set_result(value)
-        for future in self._watching:
+        for future in self._waiting:
             resolve(future, None)
-        self.accepted()
 
     def _known_settled(self, error: TransferError) -> bool:
         if self.push is None:  # nothing was sent, unless this id was pushed before
-            return self.body.task_id not in self._settling
+            return self.body.task_id not in self._conversation.settling
         return self.push.boot.over or error.reason not in UNKNOWN
 
     def fail(self, error: TransferError) -> None:
-        generation, boot_id = self._last()
+        last = self._conversation.session
         result = TaskResult(
             task_id=self.body.task_id,
             status=Status.REJECTED if isinstance(error, RequestError) else Status.FAILED,
             error=ErrorInfo(error.reason, str(error)),
-            generation=generation,
-            boot_id=boot_id,
+            generation=last.generation,
+            boot_id=last.boot_id,
             settled=self._known_settled(error),
         )
         self.answer(result)
-
-
-class Outstanding:
-    """The pending requests of a conversation, in the order of the calls, by number and by task."""
-
-    def __init__(self) -> None:
-        self._by_seq: dict[int, Pending] = {}
-        self._pushes: dict[str, dict[int, PendingTask]] = {}  # by task_id, then by seq
-        self.get = self._by_seq.get
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._by_seq
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._by_seq)
-
-    def items(self) -> list[tuple[int, Pending]]:
-        return list(self._by_seq.items())
-
-    def pushes(self, task_id: str) -> list[PendingTask]:
-        """The pushes of this id."""
-        return list(self._pushes.get(task_id, {}).values())
-
-    def add(self, seq: int, pending: Pending) -> None:
-        self._by_seq[seq] = pending
-        if isinstance(pending, PendingTask):
-            self._pushes.setdefault(pending.body.task_id, {})[seq] = pending
-
-    def pop(self, seq: int) -> Pending | None:
-        pending = self._by_seq.pop(seq, None)
-        if pending is not None:
-            self.ended(seq, pending)
-        return pending
-
-    def ended(self, seq: int, pending: Pending) -> None:
-        """The caller ends it now. So long, the push of a task is known by its id."""
-        if isinstance(pending, PendingTask):
-            task_id = pending.body.task_id
-            del self._pushes[task_id][seq]
-            if not self._pushes[task_id]:
-                del self._pushes[task_id]
-
-    def pop_all(self) -> list[tuple[int, Pending]]:
-        """Remove and return them. Call `ended` for each."""
-        everything = self.items()
-        self._by_seq.clear()
-        return everything
 
 
 def keys_list(keys: Iterable[str], name: str = "keys") -> list[str]:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -36,7 +35,7 @@ import msgspec
 from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.identity import MISMATCH, Served
-from transferd.client.pending import Outstanding, Pending, PendingTask, Repeated, TaskFuture, error_of
+from transferd.client.pending import Pending, PendingTask, error_of
 from transferd.client.settling import SLICE, Settling, in_slices
 from transferd.client.weights import Weights
 from transferd.errors import (
@@ -51,7 +50,7 @@ from transferd.errors import (
 from transferd.runtime.aio import Timer, resolve
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ErrorInfo, Task
+from transferd.tasks import ErrorInfo
 from transferd.wire import protocol as wire
 from transferd.wire.obstacle import listener_of, wants_machine
 from transferd.wire.transport import ClientTransport
@@ -100,7 +99,8 @@ class Conversation:
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop of the newest `open`
         self._pid = 0  # and its process
         self._seq = 0
-        self._pending = Outstanding()
+        self._pending: dict[int, Pending] = {}  # by seq, in the order of the calls
+        self.pushes: dict[str, list[PendingTask]] = {}  # that have not ended, by task_id
         self._unsent: deque[int] = deque()
         self._beat_timer, self._send_timer = Timer(), Timer()
         self._overdue_at = math.inf
@@ -211,12 +211,13 @@ class Conversation:
         if not self.is_open:
             return
         if not self._loop_gone:
-            self._check_loop()
+            self.own_loop()
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
-            for seq, one in self._pending.pop_all():
-                self._pending.ended(seq, one)
+            for one in self._pending.values():
                 if isinstance(one, PendingTask) and one.push is not None:
                     self.settling.gave_up(one.body.task_id, one.push)
+            self._pending.clear()
+            self.pushes.clear()
             self._waiters.clear()
         else:
             self._leave()
@@ -257,10 +258,6 @@ class Conversation:
 
     # --- asking -------------------------------------------------------------------------------------
 
-    def pending_tasks(self, task_id: str) -> list[PendingTask]:
-        """The pushes of this id that have not ended."""
-        return self._pending.pushes(task_id)
-
     def cancel_soon(self, task_id: str) -> None:
         """Cancel a task. Those of one turn of the loop go out together; nobody waits for the answer."""
         if not self._cancels and self._loop is not None:  # which asyncio.run, at its end, cancels from outside
@@ -276,36 +273,24 @@ class Conversation:
 
     def new_future(self) -> asyncio.Future[Any]:
         """A future for a caller that waits for this daemon. Raises Closed, RequestError on another event loop."""
-        return self._open_loop().create_future()
+        return self.own_loop().create_future()
 
-    def _open_loop(self) -> asyncio.AbstractEventLoop:
-        loop = self._loop
-        if loop is None or loop.is_closed() or not self.is_open:
+    def own_loop(self) -> asyncio.AbstractEventLoop:
+        """The running loop. Raises Closed, RequestError on another event loop than this conversation's."""
+        if not self.is_open or self._loop is None:
             raise self.unusable()
-        self._check_loop()
-        return loop
-
-    def _check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
+        loop = self._loop
+        if asyncio.get_running_loop() is not loop:
+            if loop.is_closed():
+                raise self.unusable()
             what = "belongs to the event loop on which it was connected; use SyncClient, or a client for each loop"
             raise RequestError(f"the client of {self.endpoint} {what}", code="wrong_loop")
+        return loop
 
     def check_process(self) -> None:
         """Raise Closed in a forked child of the process that connected."""
         if self._heart.open and self._pid != os.getpid():
             raise self.unusable()
-
-    def new_task(
-        self, task: Task, deadline: float, *, ack: bool, progressed: Callable[[int], object] | None = None
-    ) -> PendingTask:
-        """A task that waits to be asked. Raises Closed."""
-        loop = self._open_loop()
-        future = loop.create_future() if ack else TaskFuture(loop, functools.partial(self.cancel_soon, task.task_id))
-        last = lambda: (self.session.generation, self.session.boot_id)  # noqa: E731
-        pending = PendingTask(task, future, self.new_future, deadline, ack=ack, settling=self.settling, last=last)
-        if progressed is not None:
-            pending.on_progress = progressed
-        return pending
 
     def ask(self, pending: Pending) -> int:
         """Send a request; return its seq. `pending` always ends, soon after its deadline at the latest."""
@@ -313,7 +298,7 @@ class Conversation:
         if self._heart.lost:
             pending.fail(DaemonLost(f"{self.endpoint}: no daemon answers"))
             return seq
-        self._pending.add(seq, pending)
+        self._pending[seq] = pending
         self._unsent.append(seq)
         if len(self._unsent) == 1:  # else what was asked before waits as well
             self._send_waiting()
@@ -330,10 +315,8 @@ class Conversation:
         """
         still = [seq for seq in before if seq in self._pending]
         for seq in still if anew else ():
-            self._pending.pop(seq)
-        sent = [
-            self.ask(Repeated(body, self.new_future(), self.now + limit, self.complain)) for body, limit in requests
-        ]
+            del self._pending[seq]
+        sent = [self.ask(Pending(body, self.new_future(), self.now + limit, self.complain)) for body, limit in requests]
         return sent if anew else [*still, *sent]
 
     def complain(self, what: str) -> None:
@@ -349,16 +332,17 @@ class Conversation:
         try:
             return await future
         finally:
-            self._pending.pop(seq)  # its answer is then ignored
+            self._pending.pop(seq, None)  # its answer is then ignored
 
     def post(self, body: wire.Body) -> None:
         """Send a message that needs no answer; drop it if the transport does not accept it now."""
         self._seq += 1
         self._transport.send(wire.encode_request(self._seq, body, session=self.session.session))
 
-    def turn_away(self, pending: PendingTask, error: RequestError) -> None:
-        """End a task that was never sent. The next Hello counts it for the daemon's reports."""
-        self.counts.turned_away(error.reason)
+    def turn_away(self, pending: Pending, error: RequestError) -> None:
+        """End a request that was never sent. The next Hello counts a task for the daemon's reports."""
+        if isinstance(pending, PendingTask):
+            self.counts.turned_away(error.reason)
         pending.fail(error)
 
     def uses(self) -> None:
@@ -377,28 +361,22 @@ class Conversation:
     def _encode(self, seq: int, pending: Pending) -> bytes | None:
         """Encode the request. Returns None if that fails; `pending` has then ended."""
         if self.served.differs and self.served.spoils(pending.body):
-            self._reject(pending, self._another_engine())
+            self.turn_away(pending, self._another_engine())
             return None
+        session, limit = self.session.session, self.session.max_message
         try:
-            payload = wire.encode_request(seq, pending.body, ack=pending.ack, session=self.session.session)
+            payload = wire.encode_request(seq, pending.body, ack=pending.admitted is not None, session=session)
         except UNSAYABLE as error:
-            self._reject(pending, ProtocolError(f"cannot encode the request: {error}", code="bad_value"))
+            self.turn_away(pending, ProtocolError(f"cannot encode the request: {error}", code="bad_value"))
             return None
-        if len(payload) > self.session.max_message:
-            limit = self.session.max_message
+        if len(payload) > limit:
             what = f"the request is too large: {len(payload)} bytes, for {limit} at most (tuning.server.max_message)"
-            self._reject(pending, ProtocolError(what, code="too_large"))
+            self.turn_away(pending, ProtocolError(what, code="too_large"))
             return None
         return payload
 
     def _another_engine(self) -> RequestError:
         return RequestError(f"{self.endpoint}: {self.session.why}", code=MISMATCH)
-
-    def _reject(self, pending: Pending, error: RequestError) -> None:
-        if isinstance(pending, PendingTask):
-            self.turn_away(pending, error)
-        else:
-            pending.fail(error)
 
     def _send_waiting(self) -> None:
         while self._unsent and self.session is not NO_SESSION:
@@ -407,18 +385,14 @@ class Conversation:
             if pending is not None:
                 payload = self._encode(seq, pending)
                 if payload is None:
-                    self._pending.pop(seq)
+                    del self._pending[seq]
                 elif self._transport.send(payload):
                     pending.push = self.settling.push
-                else:
-                    self._send_soon()
+                else:  # a full transport does not say when it has room, and the next beat may be a second away
+                    if not self._send_timer:
+                        self._send_timer.set(RETRY_SEND_S, self._send_waiting)
                     return
             self._unsent.popleft()
-
-    def _send_soon(self) -> None:
-        """Try again shortly: a full transport does not say when it has room, and the next beat may be a second away."""
-        if not self._send_timer:
-            self._send_timer.set(RETRY_SEND_S, self._send_waiting)
 
     # --- hearing ------------------------------------------------------------------------------------
 
@@ -433,8 +407,8 @@ class Conversation:
         if isinstance(body, wire.Result):
             self._answer(seq, body.result)
         elif isinstance(body, wire.Accepted):
-            if (pending := self._pending.get(seq)) is not None:
-                pending.accepted()
+            if (pending := self._pending.get(seq)) is not None and pending.admitted is not None:
+                resolve(pending.admitted, None)
         elif isinstance(body, wire.TaskProgress):
             if (pending := self._pending.get(seq)) is not None:
                 pending.progressed(body.layers)
@@ -449,7 +423,7 @@ class Conversation:
             self._send_waiting()
 
     def _answer(self, seq: int, value: Any) -> None:
-        if (pending := self._pending.pop(seq)) is not None:
+        if (pending := self._pending.pop(seq, None)) is not None:
             pending.answer(value)
 
     def _refused(self, seq: int, refused: wire.Refused) -> None:
@@ -461,7 +435,7 @@ class Conversation:
         if seq == self._heart.newest:
             self._refusal = error
             self.complain(f"the daemon refuses this client: {error.message} ({error.code})")
-        pending = self._pending.pop(seq)
+        pending = self._pending.pop(seq, None)
         if pending is not None:
             pending.fail(error_of(refused))
 
@@ -535,33 +509,29 @@ class Conversation:
 
     def _fail_all(self, error: TransferError, *, but: int = 0, at_once: bool = False) -> None:
         """End everything pending, except the request `but`; unless `at_once`, some in each turn of the loop."""
-        kept, ended = self._pending.pop(but), self._pending.pop_all()
+        kept, ended = self._pending.pop(but, None), list(self._pending.values())
+        self._pending.clear()
         self._unsent.clear()
         if kept is not None:
-            self._pending.add(but, kept)
-
-        def fail(one: tuple[int, Pending]) -> None:
-            self._pending.ended(*one)
-            one[1].fail(error)
-
-        in_slices(ended, fail, len(ended) if at_once else SLICE)
+            self._pending[but] = kept
+        in_slices(ended, lambda one: one.fail(error), len(ended) if at_once else SLICE)
 
     def _end_spoiled(self) -> None:
         """End the requests that would be carried out, or are, for another engine."""
         error = self._another_engine()
-        for seq, pending in self._pending.items():
+        for seq, pending in list(self._pending.items()):
             if self.served.spoils(pending.body):
                 self._end(seq, pending, error if pending.push is None else TransferError(str(error), code=MISMATCH))
 
     def _end_overdue(self, now: float) -> None:
-        for seq, pending in self._pending.items():
+        for seq, pending in list(self._pending.items()):
             if pending.deadline < now:
                 what = "the daemon is alive but did not answer in time"
                 self._end(seq, pending, TransferError(what, code="no_answer"))
 
     def _end(self, seq: int, pending: Pending, error: TransferError) -> None:
         """End a request that the daemon may still carry out."""
-        self._pending.pop(seq)
+        del self._pending[seq]
         if isinstance(pending, PendingTask) and pending.push is not None:
             self.post(wire.Cancel(pending.body.task_id))
         pending.fail(error)
