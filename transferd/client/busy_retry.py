@@ -30,28 +30,24 @@ class BusyRetry:
 
     async def submit(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task, give_up: float) -> TaskResult:
         """Call `submit` until it is not busy, or until the next push would come after `give_up` (conversation time)."""
-        self._taken_back.setdefault(task.task_id, False)
+        task_id = task.task_id
+        self._taken_back.setdefault(task_id, False)
         try:
-            return await self._submit(submit, task, give_up)
+            while (result := await submit(task)).status is Status.BUSY:
+                pause = result.retry_after or BUSY_PAUSE_S
+                why = _TAKEN_BACK if self._taken_back.get(task_id) else None
+                if why is None and self._conversation.now + pause >= give_up:
+                    break
+                if (why := why or await self._pause(task_id, pause)) is not None:
+                    status = Status.CANCELLED if why is _TAKEN_BACK else Status.FAILED
+                    boot_id = self._conversation.session.boot_id
+                    return TaskResult(
+                        task_id=task_id, status=status, error=why, boot_id=boot_id, settled=result.settled
+                    )
+                task = msgspec.structs.replace(task, timeout=give_up - self._conversation.now)
+            return result
         finally:
-            self._taken_back.pop(task.task_id, None)
-
-    async def _submit(self, submit: Callable[[Task], Awaitable[TaskResult]], task: Task, give_up: float) -> TaskResult:
-        while True:
-            result = await submit(task)
-            if result.status is not Status.BUSY:
-                return result
-            pause = result.retry_after or BUSY_PAUSE_S
-            why = _TAKEN_BACK if self._taken_back.get(task.task_id) else None
-            if why is None and self._conversation.now + pause >= give_up:
-                return result
-            if (why := why or await self._pause(task.task_id, pause)) is not None:
-                status = Status.CANCELLED if why is _TAKEN_BACK else Status.FAILED
-                boot_id = self._conversation.session.boot_id
-                return TaskResult(
-                    task_id=task.task_id, status=status, error=why, boot_id=boot_id, settled=result.settled
-                )
-            task = msgspec.structs.replace(task, timeout=give_up - self._conversation.now)
+            self._taken_back.pop(task_id, None)
 
     async def _pause(self, task_id: str, pause: float) -> ErrorInfo | None:
         """Wait before the next push. If `cancel` or `close` comes meanwhile, return the reason not to push again."""
