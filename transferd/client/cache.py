@@ -92,7 +92,7 @@ class CacheCalls(Calls):
                 self._conversation.hello()
             )  # another process may have registered the engine since the last Welcome
         self._conversation.uses()
-        await self._offers.make(rank, handle, self._conversation.session, caches, block)
+        await self._offers.make(rank, handle, caches, block)
 
     async def clear_cache(self, *, keep_host: bool = False) -> None:
         """Free all device and host memory of the cache, once every admitted task is answered.

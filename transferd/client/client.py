@@ -107,7 +107,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         self._known_end: tuple[str, ErrorInfo | None] = "", None  # of the engine, by another client
         self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
-        self._offers = Offers(self._conversation.request, CONTROL_TIMEOUT_S, self._conversation.endpoint)
+        self._offers = Offers(self._conversation)
         self._attached = Attachments(self._conversation)
         self._holds = Holds(name, clock.fresh_id, self._conversation.request)
         self._busy = BusyRetry(self._conversation)
@@ -454,7 +454,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         there = bool(now.epoch) or not self._conversation.engine  # else there is no engine of ours
         if there and not self._conversation.served.differs:
             again += self._attached.again() if life != before else []
-            again += self._offers.again(now, self._conversation.now)
+            again += self._offers.again()
         requests = [(body, CONTROL_TIMEOUT_S) for body in again]
         if life != before and there:
             requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()]

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from transferd.client.calls import CONTROL_TIMEOUT_S
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
@@ -52,12 +53,12 @@ class _KeptOffer:
     def outdated(self) -> bool:
         return any(one not in (None, now) for one, now in zip(self.inodes, inodes_of(self.data), strict=False))
 
-    def said(self, session: wire.Welcome, endpoint: str) -> wire.Offer:
+    def said(self, to: Conversation) -> wire.Offer:
         """The request, once the memory's descriptors are passed, where the daemon takes them. Raises TransferError."""
         data = with_inodes(self.data, self.inodes)
-        if session.passing and self.kind == "shm" and endpoint.startswith("ipc://"):
+        if to.session.passing and self.kind == "shm" and to.endpoint.startswith("ipc://"):
             with own_descriptors(self.data) as descriptors:
-                data |= {PASSED: pass_descriptors(endpoint, descriptors)} if descriptors else {}
+                data |= {PASSED: pass_descriptors(to.endpoint, descriptors)} if descriptors else {}
         try:
             return wire.offer(self.rank, self.kind, data, self.epoch)
         except UNSAYABLE as error:
@@ -75,15 +76,10 @@ class _KeptOffer:
 
 
 class Offers:
-    """A client's offers by rank, to the daemon at an endpoint.
+    """A client's offers by rank, to the daemon at the conversation's endpoint."""
 
-    ask: sends a request and returns its value, or raises TransferError.
-    """
-
-    def __init__(self, ask: Callable[[wire.ControlRequest, float], Awaitable[Any]], timeout: float, at: str) -> None:
-        self._ask = ask
-        self._endpoint = at
-        self._timeout = timeout
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
         self._made: dict[int, _KeptOffer] = {}
         self._repeating: dict[int, Repeating] = {}
 
@@ -91,11 +87,11 @@ class Offers:
         self,
         rank: int,
         handle: HandleLike | Mapping[str, Any],
-        session: wire.Welcome,
         caches: Mapping[str, Sequence[Any]] | None,
         block: int | None,
     ) -> None:
-        """See Client.offer. session: the newest Welcome."""
+        """See Client.offer."""
+        session = self._conversation.session
         kind, data = (handle["kind"], handle["data"]) if isinstance(handle, Mapping) else (handle.kind, handle.data)
         inodes = inodes_of(data) if kind == "shm" else ()
         offer = _KeptOffer(rank, kind, data, session.boot_id, session.epoch, inodes)
@@ -105,8 +101,8 @@ class Offers:
         if caches is not None and not known:
             with laid(caches, block) as canary:
                 checked = replace(offer, data=data | {KEY: canary})
-                await self._ask(checked.said(session, self._endpoint), self._timeout)
-        await self._ask(offer.said(session, self._endpoint), self._timeout)
+                await self._conversation.request(checked.said(self._conversation), CONTROL_TIMEOUT_S)
+        await self._conversation.request(offer.said(self._conversation), CONTROL_TIMEOUT_S)
         self._made[rank] = offer
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
 
@@ -114,11 +110,12 @@ class Offers:
         """Drop the offers of other epochs: this client has cleared or restored the cache."""
         self._made = {rank: offer for rank, offer in self._made.items() if offer.epoch == epoch}
 
-    def again(self, session: wire.Welcome, now: float) -> list[wire.ControlRequest]:
-        """The offers to repeat after this Welcome, which names an engine. now: monotonic seconds.
+    def again(self) -> list[wire.ControlRequest]:
+        """The offers to repeat after a Welcome that names an engine.
 
         Drops an offer if its name or descriptor leads to other memory now: the engine offers that memory itself.
         """
+        session, now = self._conversation.session, self._conversation.now
         life = session.boot_id, session.session, session.epoch
         requests: list[wire.ControlRequest] = []
         for rank, offer in list(self._made.items()):
@@ -130,7 +127,7 @@ class Offers:
             elif self._repeating[rank].due(life, now, known=rank not in session.missing):
                 self._made[rank] = replace(offer, boot_id=session.boot_id, epoch=session.epoch)
                 try:
-                    requests.append(self._made[rank].said(session, self._endpoint))
+                    requests.append(self._made[rank].said(self._conversation))
                 except TierError as error:  # it is due again
                     log.warning("the memory of rank %d is not offered now: %s", rank, error)
         return requests
