@@ -63,7 +63,7 @@ async def serve(kind: str, endpoint: str) -> None:
             channel.send(peer, zmq.SNDMORE)
             channel.send(payload, 0)
 
-        channel = Channel(context, router, receive)
+        channel = Channel(router, receive, context)
     await asyncio.get_running_loop().create_future()
 
 

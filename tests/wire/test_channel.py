@@ -50,7 +50,7 @@ async def test_a_burst_is_read_in_order_and_leaves_the_loop_its_turns(
     pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], count: int
 ) -> None:
     reads = Reads()
-    channel = Channel(pair[0].context, pair[0], reads, owns_context=False)
+    channel = Channel(pair[0], reads)
     await asyncio.sleep(0)
     messages = [str(i).encode() for i in range(count)]
     for message in messages:
@@ -65,7 +65,7 @@ async def test_the_first_message_of_a_wake_up_is_read_without_a_question(
     pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads, asked = Reads(), []
-    channel = Channel(pair[0].context, pair[0], reads, owns_context=False)
+    channel = Channel(pair[0], reads)
     await asyncio.sleep(0)
     monkeypatch.setattr(channel, "_events", lambda: asked.append(len(reads.heard)) or 0)
     pair[1].send(b"one")
@@ -80,7 +80,7 @@ async def test_a_message_is_read_although_a_send_has_consumed_its_signal(
 ) -> None:
     """A send handles libzmq's commands, the one that announces a message included, so the descriptor stays silent."""
     reads = Reads()
-    channel = Channel(pair[0].context, pair[0], reads, owns_context=False)
+    channel = Channel(pair[0], reads)
     await asyncio.sleep(0.01)
     for i in range(200):
         pair[1].send(str(i).encode())
@@ -97,7 +97,7 @@ async def test_a_wake_up_for_nothing_is_no_error_and_the_next_message_arrives(
     pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
 ) -> None:
     reads = Reads()
-    channel = Channel(pair[0].context, pair[0], reads, owns_context=False)
+    channel = Channel(pair[0], reads)
     channel._wake()
     assert reads.heard == []
     pair[1].send(b"later")

@@ -168,15 +168,12 @@ class Channel:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
         receive: Callable[[zmq.Socket[bytes]], None],
-        *,
-        owns_context: bool = True,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        """Owns the socket, and the context if `owns_context`. receive: reads one message, or raises zmq.Again."""
-        self.context = context
-        self._owns_context = owns_context
+        """Owns the socket, and the context if there is one. receive: reads one message, or raises zmq.Again."""
+        self._context = context
         self.socket = socket
         self._receive = receive
         self._loop = asyncio.get_running_loop()
@@ -185,7 +182,9 @@ class Channel:
         self.send = cast("Callable[[bytes, int], object]", functools.partial(zmq.backend.Socket.send, socket))
         self._fd = number_of(socket, zmq.FD)
         self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
-        self._freed = free_with(self, socket, context if owns_context else None)
+        # pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
+        self._freed = weakref.finalize(self, _free, socket, context, os.getpid())
+        self._freed.atexit = False  # at exit another thread may still use the socket
         self._loop.add_reader(self._fd, self._wake)
         self.check_soon()  # messages that arrived before now cause no new edge
 
@@ -203,8 +202,8 @@ class Channel:
         else:
             self._loop.remove_reader(self._fd)
             self.socket.close()
-        if self._owns_context:
-            self.context.term()
+        if self._context is not None:
+            self._context.term()
 
     def _wake(self) -> None:
         """The descriptor has signalled: read one message at once. `_check` reads the others.
@@ -380,7 +379,7 @@ class ZmqClientTransport:
             if error.errno in (zmq.EPROTONOSUPPORT, zmq.EINVAL):
                 problem = "expected ipc:///path or tcp://host:port"
             raise ConfigError("endpoint", problem, self._endpoint) from error
-        self._channel = Channel(context, socket, lambda socket: on_message(one_frame(socket)))
+        self._channel = Channel(socket, lambda socket: on_message(one_frame(socket)), context)
 
     def _set_options(self, socket: zmq.Socket[bytes]) -> None:
         set_common_options(socket, [self._endpoint], self.LINGER_MS)
@@ -443,19 +442,6 @@ _inherited: list[object] = []
 def keep(*things: object) -> None:
     """Keep references to objects that a forked child may neither use nor free: they share the parent's descriptors."""
     _inherited.append(things)
-
-
-def free_with(
-    owner: object, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None
-) -> weakref.finalize:  # type: ignore[type-arg]
-    """Close the socket, and the context if given, once `owner` has been garbage-collected, in any thread.
-
-    pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
-    Call `detach` on the result to cancel it.
-    """
-    finalizer = weakref.finalize(owner, _free, socket, context, os.getpid())
-    finalizer.atexit = False  # at exit another thread may still use the socket
-    return finalizer
 
 
 def _free(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None, pid: int) -> None:

@@ -85,16 +85,16 @@ class FollowedNode:
         if self._section.replay_endpoint:
             socket = context.socket(zmq.DEALER)
             self._open(socket, self._section.replay_endpoint)
-            self._replay = Channel(context, socket, self._replayed, owns_context=False)
+            self._replay = Channel(socket, self._replayed)
             self._channels.append(self._replay)
         socket = context.socket(zmq.SUB)
         # Watch before connecting anything, so that no connection is missed.
         wanted = int(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         monitor = socket.get_monitor_socket(wanted)
-        self._channels.append(Channel(context, monitor, self._monitored, owns_context=False))
+        self._channels.append(Channel(monitor, self._monitored))
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._open(socket, self._section.endpoint)
-        self._channels.append(Channel(context, socket, self._live, owns_context=False))
+        self._channels.append(Channel(socket, self._live))
 
     def _open(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         set_common_options(socket, [endpoint], 0)
