@@ -14,6 +14,7 @@ import numpy as np
 from tests.support.attention_store_sdk import AttentionStoreDouble, installed
 from tests.support.simulation.device import SimDevice
 from tests.support.simulation.network import SimNetwork
+from transferd.blocks.keys import path_keys
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.errors import StillRunning
@@ -158,7 +159,7 @@ class TokenWorld:
         if isinstance(self.storage, OpenTokenStorage):
             places = self.storage.index._held.items()
             held = set[int]().union(*(held for place, held in places if place[::2] == (self.storage.node, MEDIUM_GPU)))
-            return [block_hash(key) in held for key in self.storage.paths.keys(TokenIds(path))]
+            return [block_hash(key) in held for key in path_keys(TokenIds(path), self.storage.block_size)]
         assert self.double is not None
         session = self.double.sessions[0]
         blocks = [tuple(path[: end * BLOCK]) for end in range(1, len(path) // BLOCK + 1)]

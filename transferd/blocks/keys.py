@@ -132,22 +132,10 @@ def _integer(what: str, value: SupportsIndex, smallest: int, largest: int) -> in
     return operator.index(value)
 
 
-class PathKeys:
-    """The chained keys (`keys.block_keys`) of a path's full blocks. An incomplete last block gets no key.
+@functools.lru_cache(maxsize=32)  # a match, then every rank of the task, then the KV events use the same path
+def path_keys(path: TokenIds, block_size: int, salt: str = "") -> list[str]:
+    """The chained keys (`block_keys`) of a path's full blocks; do not change the list. salt: "" for none.
 
     A path's salt is an extra key of its first token, so it is part of every block's key.
     """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-
-    def keys(self, path: TokenIds, start: int = 0, count: int | None = None, salt: str = "") -> list[str]:
-        """The keys of `count` full blocks from block `start` on; without `count`, of all that follow."""
-        keys = path_keys(path, self.block_size, salt)
-        return keys[start:] if count is None else keys[start : start + count]
-
-
-@functools.lru_cache(maxsize=32)  # a match, then every rank of the task, then the KV events use the same path
-def path_keys(path: TokenIds, block_size: int, salt: str = "") -> list[str]:
-    """The keys of a path's full blocks; do not change the list. salt: "" for none."""
     return block_keys(path, block_size, [(f"salt {salt}", 0, 1)] if salt else None, partial=False)

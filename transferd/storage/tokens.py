@@ -37,7 +37,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from transferd.blocks.keys import PathKeys
 from transferd.errors import TransferError
 from transferd.tasks import RankOutcome, TokenIds
 from transferd.tiers.base import DeviceTier
@@ -91,7 +90,7 @@ class TokenStorage(abc.ABC):
 
     backend: str
     salts: bool = False  # whether the store keeps paths with other salts apart; if not, no call has one
-    paths: PathKeys  # the keys under which KV events announce a path's blocks
+    block_size: int  # tokens; KV events announce a path's blocks under its `path_keys`
 
     @abc.abstractmethod
     async def attach(self, port: RankPort) -> None:

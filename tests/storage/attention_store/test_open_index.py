@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transferd.blocks.keys import PathKeys, block_keys, path_keys
+from transferd.blocks.keys import block_keys, path_keys
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -41,13 +41,10 @@ def test_a_withdrawn_block_is_not_found_and_other_nodes_keep_theirs() -> None:
 
 
 def test_the_keys_of_a_path_are_its_chained_block_keys_of_full_blocks() -> None:
-    paths = PathKeys(4)
     tokens = TokenIds(list(range(18)))
-    assert paths.keys(tokens) == block_keys(tokens, 4, partial=False)
-    assert paths.keys(tokens, 1, 2) == block_keys(tokens, 4)[1:3]
-    assert paths.keys(tokens, 3) == block_keys(tokens, 4)[3:4]
-    assert paths.keys(tokens, salt="s") == path_keys(tokens, 4, "s") != paths.keys(tokens)
-    assert paths.keys(TokenIds([7] * 4)) == block_keys([7] * 4, 4)
+    assert path_keys(tokens, 4) == block_keys(tokens, 4, partial=False) == block_keys(tokens, 4)[:4]
+    assert path_keys(tokens, 4, "s") != path_keys(tokens, 4)
+    assert path_keys(TokenIds([7] * 4), 4) == block_keys([7] * 4, 4)
 
 
 def test_each_engine_of_a_node_has_its_own_blocks_and_clears_its_own() -> None:

@@ -11,6 +11,7 @@ import functools
 import operator
 from collections.abc import Iterator, Sequence
 
+from transferd.blocks.keys import path_keys
 from transferd.control.admission import withdraws_the_rest
 from transferd.daemon.kv_events.announcements import Residency
 from transferd.daemon.kv_events.departures import Departures
@@ -202,7 +203,8 @@ class KvEventFeed:
             return task.keys
         start = task.start_read_block_idx if isinstance(task, ReadStorageTask) else task.start_write_block_idx
         rest = isinstance(task, WriteStorageTask) and withdraws_the_rest(task)
-        return self._tokens.paths.keys(task.token_ids, start, None if rest else len(task.keys), task.salt)
+        keys = path_keys(task.token_ids, self._tokens.block_size, task.salt)
+        return keys[start:] if rest else keys[start : start + len(task.keys)]
 
     def _object_left(self, name: str) -> None:
         block = self._objects.id_of(self._generation, name)

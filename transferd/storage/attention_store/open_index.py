@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transferd.blocks.keys import PathKeys
+from transferd.blocks.keys import path_keys
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import every
 from transferd.storage.base import Storage
@@ -42,7 +42,7 @@ class OpenTokenStorage(TokenStorage):
         self._keyed = keyed
         self.node = node
         self.index = TokenIndex()
-        self.paths = PathKeys(block_size)
+        self.block_size = block_size
         self._ports: dict[int, RankPort] = {}
 
     async def attach(self, port: RankPort) -> None:
@@ -54,7 +54,7 @@ class OpenTokenStorage(TokenStorage):
     async def match(self, path: TokenIds, start: int, generation: str, salt: str = "") -> int:
         if self._keyed is None:
             return 0
-        keys = self.paths.keys(path, start, salt=salt)
+        keys = path_keys(path, self.block_size, salt)[start:]
         return min(await every(port.match(generation, keys) for port in self._ports.values()))
 
     async def read(self, transfer: Transfer) -> RankOutcome:
@@ -71,10 +71,11 @@ class OpenTokenStorage(TokenStorage):
         return await transfer.by_keys(self._keys(transfer))
 
     def _keys(self, transfer: Transfer) -> list[str]:
-        return self.paths.keys(transfer.path, transfer.start, len(transfer.blocks), transfer.salt)
+        keys = path_keys(transfer.path, self.block_size, transfer.salt)
+        return keys[transfer.start : transfer.start + len(transfer.blocks)]
 
     async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool, salt: str = "") -> None:
-        hashes = [block_hash(key) for key in self.paths.keys(path, start, salt=salt)]
+        hashes = [block_hash(key) for key in path_keys(path, self.block_size, salt)[start:]]
         if resident:
             self.index.apply(self.node, BlockStored(hashes, None, [], 0, None, MEDIUM_GPU, None))
         else:

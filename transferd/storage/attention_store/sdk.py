@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 
 import structlog
 
-from transferd.blocks.keys import PathKeys
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import CacheSection, StorageSection
 from transferd.config.generation import configured_generation
@@ -87,8 +86,7 @@ class SdkTokenStorage(TokenStorage):
         """Raises ConfigError without an SDK, or for a layout that the SDK cannot store."""
         self._settings = settings(storage)
         self._ranks_in_group = cache.ranks
-        self._block_size = cache.block_size
-        self.paths = PathKeys(cache.block_size)
+        self.block_size = cache.block_size
         self._generation = configured_generation(storage)
         self._clock = clock
         self._layout = build_layout(cache)
@@ -107,7 +105,7 @@ class SdkTokenStorage(TokenStorage):
 
     async def attach(self, port: RankPort) -> None:
         """Open a session: the SDK needs the device memory for it."""
-        given = self._settings, self._layout, self._block_size, self._ranks_in_group, port.rank, port.device.device
+        given = self._settings, self._layout, self.block_size, self._ranks_in_group, port.rank, port.device.device
         starting = SerialExecutor(f"transferd-as-{port.rank}-start")
         try:
             session = await starting.run(lambda: SdkSession(self._library, *given), "opening of a session")
@@ -122,7 +120,7 @@ class SdkTokenStorage(TokenStorage):
 
     async def _rank_ready(self, rank: _AttachedRank) -> None:
         """Query blocks that do not exist until the SDK gives a real answer."""
-        absent = list(range(self._block_size + 1))
+        absent = list(range(self.block_size + 1))
         give_up = self._clock.monotonic() + self._settings.ready_timeout
         while True:
             try:
@@ -260,7 +258,7 @@ class SdkTokenStorage(TokenStorage):
         if limit <= 0:
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
         device = rank.port.device
-        tokens = transfer.path.array[: (first + len(blocks)) * self._block_size].tolist()
+        tokens = transfer.path.array[: (first + len(blocks)) * self.block_size].tolist()
         move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
         if not device.addressable:
             return move(tensors_of(self._layout, device.arena), blocks, limit)
@@ -274,7 +272,7 @@ class SdkTokenStorage(TokenStorage):
 
     def _update_index_later(self, transfer: Transfer, moved: int, *, resident: bool) -> None:
         if transfer.rank == MANAGER and moved:
-            path = TokenIds(transfer.path.array[: (transfer.start + moved) * self._block_size])
+            path = TokenIds(transfer.path.array[: (transfer.start + moved) * self.block_size])
             self._background.begin(self._update_index(path, transfer.start, transfer.task_id, resident=resident))
 
     async def _update_index(self, path: TokenIds, start: int, task_id: str, *, resident: bool) -> None:
