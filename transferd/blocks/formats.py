@@ -53,8 +53,8 @@ up names, `layout` means a block of another shape. For a partial block (`…:par
 key digest covers it.
 
 The seals of parts let a load use the leading layers of a block before the rest has come. The last part's seal is the
-payload's. Only a copy that takes the checksum as well makes these seals (workers/cpu_blocks.py). Other objects, and
-those of earlier versions, lack them and are loaded as a whole. Earlier versions ignore these fields.
+payload's. Only a copy that takes the checksum as well makes these seals, and uses them (workers/_inplace.c). Other
+objects, and those of earlier versions, lack them and are loaded as a whole. Earlier versions ignore these fields.
 
 Cost: one pass of xxh3 over the payload, plus about 2 µs. xxhash releases the GIL for payloads of 128 KiB or more.
 """
@@ -157,7 +157,6 @@ def unquote_part(part: str) -> str | None:
 
 FOOTER_BYTES = 128
 FORMAT_VERSION = 1
-BY_LAYERS = 1  # how a payload is divided into sealed parts
 
 _MAGIC = b"tfdblock"
 _BODY = struct.Struct("<8sHHIQQ20sI16s16s16sQQ")
@@ -240,17 +239,15 @@ class Inspection:
 
     stamp: the identity that the footer must have.
     nbytes: the object's length, footer included.
-    seals: checksums of the payload up to the end of each part, once the footer was checked; empty without parts.
     """
 
-    __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes", "seals")
+    __slots__ = ("_hasher", "_recorded", "_stamp", "payload_bytes")
 
     def __init__(self, stamp: Stamp, nbytes: int) -> None:
         self._stamp = stamp
         self.payload_bytes = nbytes - FOOTER_BYTES
         self._recorded = 0  # the payload's checksum according to the footer
         self._hasher: xxhash.xxh3_64 | None = None  # of the payload, if it is fed
-        self.seals: tuple[int, ...] = ()
 
     def footer(self, footer: bytes) -> Damage | None:
         """Check the footer: the object's last FOOTER_BYTES, or all of a shorter object.
@@ -259,11 +256,9 @@ class Inspection:
         """
         if len(footer) < FOOTER_BYTES:
             return Damage.MAGIC
-        magic, version, size, rank, length, self._recorded, key, divided, *texts, first, second = _BODY.unpack_from(
-            footer
-        )
+        magic, version, size, rank, length, self._recorded, key, _, *texts, _, _ = _BODY.unpack_from(footer)
         generation, fingerprint, model = texts
-        stamp, self.seals = self._stamp, ()
+        stamp = self._stamp
         if magic != _MAGIC:
             return Damage.MAGIC
         if version != FORMAT_VERSION or size != FOOTER_BYTES:
@@ -282,8 +277,6 @@ class Inspection:
             return Damage.RANK
         if length != self.payload_bytes:
             return Damage.LENGTH
-        if divided == BY_LAYERS:
-            self.seals = first, second, self._recorded
         return None
 
     def payload(self, piece: memoryview) -> None:
