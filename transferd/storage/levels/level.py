@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from transferd.blocks.formats import quote_part
 from transferd.config import LevelSection
@@ -15,6 +16,8 @@ from transferd.storage.levels.base import Hint
 from transferd.storage.lru import Use
 from transferd.storage.queues import space_of
 from transferd.storage.selection import Selection, parts_of
+
+T = TypeVar("T")
 
 MIB = 1024**2
 SAMPLES = 64
@@ -61,6 +64,20 @@ class Patience:
         """Seconds a MiB, or a call of less, that 99 of 100 of the latest calls took at most; None without any."""
         samples = sorted(self._samples)
         return samples[len(samples) * 99 // 100] if samples else None
+
+    async def wait(self, call: Awaitable[T], limit: float | None, nbytes: int = 0) -> asyncio.Future[T]:
+        """Begin a call, and wait for it for so many seconds. If it has not ended then, it is too slow, and goes on."""
+        began, running = self._now(), asyncio.ensure_future(call)
+        if not running.done():
+            await asyncio.wait([running], timeout=limit)
+        if not running.done():
+            self.late()
+            running.add_done_callback(
+                lambda done: self.returned(None if done.exception() else self._now() - began, nbytes)
+            )
+        elif running.exception() is None:
+            self.ended(self._now() - began, nbytes)
+        return running
 
     def ended(self, seconds: float, nbytes: int = 0) -> None:
         """Note that a call was answered in time."""
@@ -199,7 +216,7 @@ class StoreLevel:
         self.counts: Counter[str] = Counter()
         self.lost: Counter[str] = Counter()  # objects that were not copied here, by reason
         self.found = Outcome(Found.FOUND, level=number) if number else FOUND
-        self.stuck: Counter[str] = Counter()  # names that calls that were too slow are still reading
+        self.stuck: Counter[str] = Counter()  # how many calls that were too slow still use a name
         self._hints = Names()  # when a level that is not `known` said that it has a name
         self._absent = Names()
         self.hidden = Hidden()
@@ -250,16 +267,14 @@ class StoreLevel:
         """Whether its calls only copy memory."""
         return self.known and not self.storage.slots_at_once
 
-    def stick(self, names: Iterable[str]) -> None:
-        """Note that a call with these is too slow, and has not ended."""
+    def stick(self, names: Sequence[str], call: asyncio.Future[Any]) -> None:
+        """Note that a call with these is too slow: nobody else asks for them here until it has ended."""
         self.stuck.update(names)
 
-    def unstick(self, names: Iterable[str]) -> None:
-        """It has ended."""
-        for name in names:
-            self.stuck[name] -= 1
-            if self.stuck[name] <= 0:
-                del self.stuck[name]
+        def ended(_: object) -> None:
+            self.stuck -= Counter(names)  # which keeps no zeros
+
+        call.add_done_callback(ended)
 
     def find(self, names: Sequence[str], use: Use | None = None, *, stores: bool = False) -> list[bool] | None:
         """The answer of its index (`Index.find`, or `stored`). A level that cannot be read has nothing."""

@@ -174,20 +174,17 @@ class StackLoad:
         taking = None if self._drain is None else Taking(self._drain, which, promote, parts.promotions.buffers)
         if taking is not None and level.storage.slots_at_once:
             slots = slots[: max(1, min(len(slots), len(items)))]
-        nbytes, began = sum(item.nbytes for item in items), parts.now()
-        loading = asyncio.ensure_future(level.storage.load(items, taking, slots))
+        nbytes = sum(item.nbytes for item in items)
         until = min((item.use.until for item in items if item.use), default=None)
         limit = level.loads.limit_within(nbytes, until) if self._may_be_elsewhere(level, items) else None
-        await asyncio.wait([loading], timeout=limit)
+        loading = await level.loads.wait(level.storage.load(items, taking, slots), limit, nbytes)
         if not loading.done():
-            await self._leave(level, which, items, taking, loading, began, nbytes)
+            await self._leave(level, which, items, taking, loading)
             return
         try:
             outcomes = loading.result()
         except StorageError as error:
             outcomes = [Outcome(Found.FAILED, error)] * len(items)
-        else:
-            level.loads.ended(parts.now() - began, nbytes)
         if isinstance(outcomes, Outcomes):  # the level hangs, and may still write to the slots
             self._late.append(parts.late.begin(outcomes.returned))
             if self._may_be_elsewhere(level, items):
@@ -214,24 +211,14 @@ class StackLoad:
         items: Sequence[Item],
         taking: Taking | None,
         loading: asyncio.Future[list[Outcome]],
-        began: float,
-        nbytes: int,
     ) -> None:
         """The level is too slow: take the objects that it has delivered, and leave the rest."""
         parts = self._parts
-        level.loads.late()
         left = range(len(items)) if taking is None else await taking.withdraw()
         taken = {} if taking is None else taking.taken
         for k, i in enumerate(which):
             self._outcomes[i] = level.found if taken.get(k) else LEFT
-        names = [items[k].name for k in left]
-        level.stick(names)
-
-        def ended(done: asyncio.Future[list[Outcome]]) -> None:
-            level.unstick(names)
-            level.loads.returned(None if done.exception() else parts.now() - began, nbytes)
-
-        loading.add_done_callback(ended)
+        level.stick([items[k].name for k in left], loading)
         self._late.append(parts.late.begin(with_slots_back(loading)))
         if taking is not None:
             parts.promotions.buffers.give_back(list(taking.copies.values()))

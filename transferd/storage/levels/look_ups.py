@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 from collections.abc import Sequence
 
 from transferd.errors import StorageError
@@ -22,62 +22,44 @@ class LookUps:
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
         """The answer without I/O; None if a level without an index must be asked."""
-        found, unknown = [False] * len(names), False
-        for level in self._parts.levels:
-            if level.out:
-                continue
-            there = level.find(names, use)
-            if there is None:
-                unknown = True
-            else:
-                found = [one or other for one, other in zip(found, there, strict=True)]
-        return None if unknown and not all(found) else found
+        each = [level.find(names, use) for level in self._parts.levels if not level.out]
+        known = [there for there in each if there is not None]
+        found = [any(one) for one in zip(*known, strict=True)] if known else [False] * len(names)
+        return None if len(known) < len(each) and not all(found) else found
 
     async def exists(self, names: Sequence[str], use: Use, *, now: bool = False) -> list[bool]:
         """Ask a level. One that fails, or is too slow, counts as having nothing. now: believe no recent "not there"."""
-        found = [False] * len(names)
+        found = set[str]()
         for level in self._parts.levels:
-            if level.out or level.lookups.out:
-                continue
-            there = level.find(names, use)
-            if there is None:
-                which = [i for i, one in enumerate(found) if not one and (now or not level.absent(names[i]))]
-                for i, one in zip(which, await self._asked(level, [names[i] for i in which]), strict=True):
-                    found[i] = one
-            else:
-                found = [one or other for one, other in zip(found, there, strict=True)]
-        return found
+            asked = names  # an index notes the use of all
+            if not level.known:
+                asked = [name for name in names if name not in found and (now or not level.absent(name))]
+            found.update(itertools.compress(asked, await self._here(level, asked, use)))
+        return [name in found for name in names]
 
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
         """The answers by level. One that fails, or is too slow, counts as having nothing."""
-        each = await every(self._where(level, names) for level in self._parts.levels)
+        each = await every(self._here(level, names, None) for level in self._parts.levels)
         return dict(zip((level.name for level in self._parts.levels), each, strict=True))
 
-    async def _where(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
+    async def _here(self, level: StoreLevel, names: Sequence[str], use: Use | None) -> list[bool]:
         if level.out or level.lookups.out:
             return [False] * len(names)
-        there = level.find(names)
+        there = level.find(names, use)
         return await self._asked(level, names) if there is None else there
 
     async def _asked(self, level: StoreLevel, names: Sequence[str]) -> list[bool]:
         if not names:
             return []
-        began = self._parts.now()
-        asking = asyncio.ensure_future(level.storage.exists(names))
         limit = level.lookups.limit()
-        await asyncio.wait([asking], timeout=LOOK_UP_S if limit is None else limit)
+        asking = await level.lookups.wait(level.storage.exists(names), LOOK_UP_S if limit is None else limit)
         if not asking.done():
-            level.lookups.late()
             self._parts.late.begin(asking)
-            asking.add_done_callback(
-                lambda done: level.lookups.returned(None if done.exception() else self._parts.now() - began)
-            )
             return [False] * len(names)
         try:
             there = asking.result()
         except StorageError:
             return [False] * len(names)
-        level.lookups.ended(self._parts.now() - began)
         there = [one and name not in level.hidden for name, one in zip(names, there, strict=True)]
         for name, one in zip(names, there, strict=True):
             (level.stored if one else level.missed)(name)

@@ -193,14 +193,14 @@ class _Store:
         slots = self._slots if self._fill is not None else chosen(self._slots, which)
         if self._fill is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
-        items, parts = chosen(self._items, which), self._parts
-        began, nbytes = parts.now(), sum([item.nbytes for item in items])
+        items = chosen(self._items, which)
+        nbytes = sum([item.nbytes for item in items])
         if not level.known:
             level.overwrite_hidden(items)
-        storing = asyncio.ensure_future(level.storage.store(items, make, slots))
-        await asyncio.wait([storing], timeout=self._limit(level, items, nbytes))
+        limit = self._limit(level, items, nbytes)
+        storing = await level.stores.wait(level.storage.store(items, make, slots), limit, nbytes)
         if not storing.done():
-            self._leave(level, which, storing, began, nbytes)
+            self._leave(level, items, storing)
             if self._fill is None:
                 return list(todo)
             self._left.update(todo)  # the slots are in use
@@ -209,8 +209,6 @@ class _Store:
             answers: Sequence[Outcome] = storing.result()
         except StorageError as error:
             answers = [Outcome(Found.FAILED, error)] * len(which)
-        else:
-            level.stores.ended(parts.now() - began, nbytes)
         taken = self._taken(level, which, answers)
         rest = [i for i in todo if i not in taken]
         if isinstance(answers, Outcomes):  # the slots are in use
@@ -238,28 +236,17 @@ class _Store:
             return None
         return level.stores.limit_within(nbytes, min((item.use.until for item in items if item.use), default=None))
 
-    def _leave(
-        self,
-        level: StoreLevel,
-        which: Sequence[int],
-        storing: asyncio.Future[list[Outcome]],
-        began: float,
-        nbytes: int,
-    ) -> None:
+    def _leave(self, level: StoreLevel, items: Sequence[Item], storing: asyncio.Future[list[Outcome]]) -> None:
         """The level hangs: go on without it."""
-        parts, items = self._parts, [self._items[i] for i in which]
-        level.stores.late()
-        level.stick(item.name for item in items)
+        level.stick([item.name for item in items], storing)
 
         def ended(done: asyncio.Future[list[Outcome]]) -> None:
-            level.unstick(item.name for item in items)
-            level.stores.returned(None if done.exception() else parts.now() - began, nbytes)
             if done.exception() is None:
                 for item, answer in zip(items, done.result(), strict=True):
                     self._stored(level, item, answer, ())
 
         storing.add_done_callback(ended)
-        self._late.append(parts.late.begin(with_slots_back(storing)))
+        self._late.append(self._parts.late.begin(with_slots_back(storing)))
 
     def _stored(self, level: StoreLevel, item: Item, answer: Outcome, room: Collection[WriteBack]) -> None:
         """Take up a level's answer for an object."""
