@@ -605,8 +605,8 @@ MUTANTS = (
     Mutant(
         "a copy belongs to the engine for which it was made",
         "storage/levels/level.py",
-        "use.of(self.storage.index.owner_of(name))",
-        "use",
+        "item.use.of(self.storage.index.owner_of(item.name))",
+        "item.use",
         finder="store_world",
     ),
     Mutant(

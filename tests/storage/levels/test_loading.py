@@ -266,8 +266,8 @@ async def test_a_drain_that_is_withdrawn_waits_for_the_thread_that_is_in_it() ->
             assert go_on.wait(10)
             return super().__call__(i, data)
 
-    drain, buffers = Slow(), Buffers()
-    buffers.open([])
+    drain, buffers = Slow(), Buffers([])
+    buffers.open()
     taking = Taking(drain, [4, 5], {0}, buffers)
     thread = asyncio.ensure_future(asyncio.to_thread(taking, 0, memoryview(b"abc")))
     await until(entered.is_set, "a thread takes the first item")
@@ -299,7 +299,7 @@ async def test_a_drain_that_raises_keeps_no_withdrawal_waiting() -> None:
         def __call__(self, i: int, data: memoryview, /) -> bool:
             raise MemoryError(f"item {i}")
 
-    taking = Taking(Broken(), [4, 5], set(), Buffers())
+    taking = Taking(Broken(), [4, 5], set(), Buffers([]))
     with pytest.raises(MemoryError, match="item 5"):
         taking(1, memoryview(b"abc"))
     assert await asyncio.wait_for(taking.withdraw(), 10.0) == [0]

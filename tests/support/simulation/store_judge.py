@@ -313,7 +313,7 @@ class Judge:
         assert not gone or "b" in self.shape, f"rest: {sorted(gone)} have left, and nobody was told"
         if isinstance(self.storage, LevelsStorage):
             assert not self.storage.unsaved, f"rest: copies of {sorted(self.storage.unsaved)} wait"
-            assert not self.storage._promotions.buffers.taken, "rest: buffers of promotions are in use"
+            assert not self.storage._promotions.buffers.used, "rest: buffers of promotions are in use"
         for above, below in zip(self.levels, self.levels[1:], strict=False):
             lacking = self.where(above) - self.shown(below)
             room = below == "object" or len(self.where(below)) < self.objects["d"] - 1

@@ -294,9 +294,10 @@ class StoreLevel:
     def owner_of(self, name: str) -> Hashable | None:
         return self.storage.index.owner_of(name)
 
-    def handed_on(self, name: str, nbytes: int, use: Use, depth: int) -> Item:
+    def handed_on(self, item: Item) -> Item:
         """This level's object as another level gets a copy of it: an object has one owner in all levels."""
-        return Item(name, nbytes, use.of(self.storage.index.owner_of(name)), depth)
+        assert item.use is not None
+        return Item(item.name, item.nbytes, item.use.of(self.storage.index.owner_of(item.name)), item.depth)
 
     def absent(self, name: str) -> bool:
         """Whether a level that is not `known` has just answered that it is not there."""

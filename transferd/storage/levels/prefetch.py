@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_name
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.runtime.aio import in_turns
+from transferd.runtime.aio import Background, in_turns
 from transferd.runtime.threads import Direction
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.base import Bringing, Prefetcher
@@ -80,13 +80,13 @@ class StackPrefetcher(Prefetcher):
         quarantine_at: Callable[[str, int], Awaitable[object]],
     ) -> None:
         self.levels = [level.name for level in parts.levels]
-        self.carry = Carry([level.storage for level in parts.levels])
+        self.carry = Carry(parts.levels)
         self.warming_bytes = 0  # that running warm-ups have yet to look at
         self._parts = parts
         self._quarantine_at = quarantine_at
         self._peek = Use(counts=False)
         self._turn = asyncio.Lock()
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = Background()
         self._kept: dict[str, Kept] = {}
         self._kept_bytes: Counter[int] = Counter()  # by the level's number
         self._closing = False
@@ -102,10 +102,7 @@ class StackPrefetcher(Prefetcher):
         return StackBringing(self, level, Use(owner=owner), free_only=free_only)
 
     def begin(self, one: StackBringing, items: Sequence[Item]) -> asyncio.Future[None]:
-        task = asyncio.get_running_loop().create_task(self._bring(one, items))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        return self._running.begin(self._bring(one, items))
 
     async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
         one = self.to(to, owner, free_only=True)
@@ -139,8 +136,7 @@ class StackPrefetcher(Prefetcher):
     async def close(self) -> None:
         """End all. Call it before the levels close."""
         self._closing = True
-        if self._running:
-            await asyncio.wait(set(self._running))
+        await self._running.settled()
 
     # --- what is kept -------------------------------------------------------------------------------
 
@@ -281,7 +277,7 @@ class StackPrefetcher(Prefetcher):
             ]
             self._note_errors(one, outcomes)
             if good:
-                sources = [outcomes[i].level for i in good]
+                sources = [parts.levels[outcomes[i].level] for i in good]
                 await self._store(one, [items[i] for i in good], [slots[i] for i in good], sources, born)
             return again
         finally:
@@ -301,31 +297,18 @@ class StackPrefetcher(Prefetcher):
         one: StackBringing,
         items: Sequence[Item],
         slots: Sequence[memoryview],
-        sources: Sequence[int],
+        sources: Sequence[StoreLevel],
         born: int,
     ) -> None:
-        parts, level = self._parts, one.level
-        items = [
-            parts.levels[at].handed_on(item.name, item.nbytes, one.use, item.depth)
-            for item, at in zip(items, sources, strict=True)
-        ]
-        answers = await with_slots_back(level.storage.store(items, None, slots))
-        for item, source, answer in zip(items, sources, answers, strict=True):
-            if parts.fences.forbids(item.name, born, parts.levels[source]):
-                if answer.found is Found.STORED:
-                    await parts.withdraw(level, item.name)
-                continue
-            if answer.found in (Found.STORED, Found.EXISTS):
-                self._keep(one, item.name, level)
+        copies = await self._parts.copy(items, sources, slots, one.level, born)
+        for source, (item, answer, why) in zip(sources, copies, strict=True):
+            if answer.found in (Found.STORED, Found.EXISTS) and not why:
+                self._keep(one, item.name, one.level)
             elif isinstance(answer.error, StorageError):
                 one.error = one.error or answer.error
-            if answer.found is Found.STORED:
-                level.stored(item.name)
-                assert item.use is not None
-                level.storage.index.release(item.name, item.use)
-                level.counts["prefetched"] += 1
+            if answer.found is Found.STORED and not why:
                 one.brought[item.name] = item.nbytes
-                parts.promotions.note(item.name, parts.levels[source], level)
+                self._parts.promotions.stored(item, source, one.level, "prefetched")
 
 
 def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:

@@ -7,9 +7,10 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ import numpy.typing as npt
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
-from transferd.storage.base import Found, Item, Storage, with_slots_back
-from transferd.storage.levels.fences import Fences
+from transferd.storage.base import Found, Item
+from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import Names, StoreLevel
-from transferd.storage.levels.write_back import CarryMemory
+from transferd.storage.levels.write_back import Carry
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 Buffer = npt.NDArray[np.uint8]
@@ -32,32 +33,25 @@ RECENT = 4096  # promotions with a remembered source, for the case that the sour
 
 
 class Buffers:
-    """Spare memory for objects of any length up to BUFFER_BYTES, registered with `storages` from `open` to `close`.
+    """Spare memory for objects of any length up to BUFFER_BYTES, registered with `levels` from `open` to `close`.
 
     Any thread may take some.
     """
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.taken = 0
+    def __init__(self, levels: Sequence[StoreLevel]) -> None:
+        self.carry = Carry(levels)
         self._lock = threading.Lock()
-        self._memory: CarryMemory | None = None
-        self._used: list[tuple[int, int]] = []  # (start, behind its end), ascending
-        self._storages: Sequence[Storage] = ()
+        self._memory: Buffer | None = None
+        self.used: list[tuple[int, int]] = []  # (start, behind its end), ascending
 
-    def open(self, storages: Sequence[Storage]) -> None:
+    def open(self) -> None:
         """Raises StorageError."""
-        self._memory, self._storages = CarryMemory(BUFFER_BYTES), storages
-        for storage in storages:
-            storage.register(self._memory)
-        self.nbytes = BUFFER_BYTES
+        self._memory = np.frombuffer(self.carry.slots([BUFFER_BYTES])[0], np.uint8)
 
     def close(self) -> None:
         """Call it when all are back."""
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            for storage in self._storages:
-                storage.unregister(memory)
+        self._memory = None
+        self.carry.close()
 
     def take(self, nbytes: int) -> Buffer | None:
         """A buffer, if one is free."""
@@ -65,15 +59,14 @@ class Buffers:
         if memory is None:
             return None
         with self._lock:
-            starts = [0, *(behind for _, behind in self._used)]
-            ends = [*(first for first, _ in self._used), BUFFER_BYTES]
+            starts = [0, *(behind for _, behind in self.used)]
+            ends = [*(first for first, _ in self.used), BUFFER_BYTES]
             place = next((i for i, start in enumerate(starts) if ends[i] - start >= step), None)
             if place is None:
                 return None
             start = starts[place]
-            self._used.insert(place, (start, start + step))
-            self.taken += step
-        return np.frombuffer(memory.view, np.uint8, nbytes, start)
+            self.used.insert(place, (start, start + step))
+        return memory[start : start + nbytes]
 
     def give_back(self, buffers: Sequence[Buffer]) -> None:
         memory = self._memory
@@ -81,25 +74,16 @@ class Buffers:
             return
         with self._lock:
             for one in buffers:
-                start = one.ctypes.data - memory.address
-                place = next(i for i, (first, _) in enumerate(self._used) if first == start)
-                first, behind = self._used.pop(place)
-                self.taken -= behind - first
+                start = one.ctypes.data - memory.ctypes.data
+                self.used.remove(next(used for used in self.used if used[0] == start))
 
 
 class Promotions:
-    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads.
+    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads."""
 
-    withdraw: removes an object from a level, where it must not stay.
-    """
-
-    def __init__(
-        self, levels: Sequence[StoreLevel], fences: Fences, withdraw: Callable[[StoreLevel, str], Awaitable[object]]
-    ) -> None:
-        self.buffers = Buffers()
-        self._levels = levels
-        self._fences = fences
-        self._withdraw = withdraw
+    def __init__(self, copying: Copying) -> None:
+        self.buffers = Buffers(copying.levels[:-1])
+        self._copying = copying
         self._uses = Names(FEWEST)
         self._running: set[asyncio.Task[None]] = set()
         self._coming: set[str] = set()  # names that are being stored above
@@ -109,7 +93,7 @@ class Promotions:
 
     def above(self, level: StoreLevel) -> StoreLevel | None:
         """The level to which blocks of this one are copied: the next one above that works and can take them."""
-        for one in reversed(self._levels[: level.number]):
+        for one in reversed(self._copying.levels[: level.number]):
             if one.known and not one.out_for_stores:
                 return one
         return None
@@ -129,7 +113,7 @@ class Promotions:
         """Store these above. Owns the buffers. born: the number of the latest purge when their load began."""
         target = self.above(source)
         names = [item.name for item in items]
-        forbids = self._fences.forbids
+        forbids = self._copying.fences.forbids
         fresh = [i for i, name in enumerate(names) if name not in self._coming and not forbids(name, born, source)]
         if target is None or not fresh:
             self.buffers.give_back(buffers)
@@ -153,32 +137,26 @@ class Promotions:
         fresh: Sequence[int],
         born: int,
     ) -> None:
-        above = []
-        for item in [items[i] for i in fresh]:
-            assert item.use is not None
-            above.append(source.handed_on(item.name, item.nbytes, item.use, item.depth))
+        above, slots = [items[i] for i in fresh], [buffers[i].data for i in fresh]
         try:
-            outcomes = await with_slots_back(target.storage.store(above, None, [buffers[i].data for i in fresh]))
-            for item, outcome in zip(above, outcomes, strict=True):
-                if outcome.found is Found.STORED and self._fences.forbids(item.name, born, source):
-                    await self._withdraw(target, item.name)
-                elif outcome.found is Found.STORED:
-                    assert item.use is not None
-                    target.storage.index.release(item.name, item.use)
-                    target.counts["promoted"] += 1
-                    target.stored(item.name)
-                    self._repairs.discard(item.name)
-                    self.note(item.name, source, target)
-        except StorageError:
-            target.counts["promotions_failed"] += 1
+            with contextlib.suppress(StorageError):  # a later use promotes them
+                copies = await self._copying.copy(above, [source] * len(above), slots, target, born)
+                for item, outcome, why in copies:
+                    if outcome.found is Found.STORED and not why:
+                        self.stored(item, source, target, "promoted")
         finally:
             self.came(item.name for item in above)
             self.buffers.give_back(buffers)
 
-    def note(self, name: str, source: StoreLevel, target: StoreLevel) -> None:
-        """Note that the copy in `target` was made from the copy in `source`."""
-        self._sources[name] = source, target
-        self._sources.move_to_end(name)
+    def stored(self, item: Item, source: StoreLevel, target: StoreLevel, how: str) -> None:
+        """Note that `target` has stored its copy of an object, made from that in `source`. how: for the statistics."""
+        assert item.use is not None
+        target.storage.index.release(item.name, item.use)
+        target.counts[how] += 1
+        target.stored(item.name)
+        self._repairs.discard(item.name)
+        self._sources[item.name] = source, target
+        self._sources.move_to_end(item.name)
         if len(self._sources) > RECENT:
             self._sources.popitem(last=False)
 

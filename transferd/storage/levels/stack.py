@@ -50,7 +50,7 @@ from transferd.storage.levels.proving import Proving
 from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
-from transferd.storage.levels.write_back import Carry, WriteBack
+from transferd.storage.levels.write_back import WriteBack
 from transferd.storage.lru import Use
 from transferd.storage.queues import Noted
 from transferd.storage.selection import Selection
@@ -90,19 +90,7 @@ class LevelsStorage(Storage, Index, Levels):
         self._sweep = Sweep(parts, self._storing)
         self._storing.given_up = self._sweep.ended
         self._proving = Proving(parts, self._storing)
-        self.write_backs += [
-            WriteBack(
-                level,
-                Carry([one.storage for one in self.all_levels]),
-                parts.traffic,
-                parts.now,
-                functools.partial(self._most_pending, level),
-                self._storing.settled,
-                parts.fences,
-                parts.withdraw,
-            )
-            for level in self.all_levels[1:]
-        ]
+        self.write_backs += [WriteBack(level, parts, self._storing.settled) for level in self.all_levels[1:]]
         self._first = first
         self._look_ups = LookUps(parts)
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at)
@@ -112,11 +100,6 @@ class LevelsStorage(Storage, Index, Levels):
         self._hits = self._misses = 0  # objects of loads
         self._open = False
         self._closed = False
-
-    def _most_pending(self, level: StoreLevel) -> int:
-        capacity = self._first.storage.index.capacity
-        most = int(level.section.write_back_bytes)
-        return most if capacity is None else min(most, int(capacity) // 2)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -129,7 +112,7 @@ class LevelsStorage(Storage, Index, Levels):
                 await level.storage.open()
                 opened.append(level)
                 level.opened()
-            self._promotions.buffers.open([level.storage for level in self.all_levels[:-1]])
+            self._promotions.buffers.open()
         except BaseException:
             for level in opened:
                 await level.storage.close()
@@ -414,8 +397,8 @@ class LevelsStorage(Storage, Index, Levels):
     @property
     def carried_bytes(self) -> int:
         """Memory for copies between levels, besides the levels' own memory."""
-        carries = sum(one.carry.nbytes for one in self.write_backs) + self._prefetcher.carry.nbytes
-        return carries + self._promotions.buffers.nbytes
+        carries = [self._prefetcher.carry, self._promotions.buffers.carry, *(one.carry for one in self.write_backs)]
+        return sum(carry.nbytes for carry in carries)
 
     def statistics(self) -> dict[str, Any]:
         """The sums over all levels, and each level's own figures. It answers if a level does.

@@ -30,7 +30,7 @@ import ctypes
 import mmap
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,9 +38,8 @@ import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.storage.base import Found, Item, Outcome, Storage, with_slots_back
-from transferd.storage.effects import Traffic
-from transferd.storage.levels.fences import Fences
+from transferd.storage.base import Found, Item, Outcome, with_slots_back
+from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
 from transferd.tiers.staging import SLOT_ALIGNMENT
@@ -75,10 +74,10 @@ class CarryMemory:
 
 
 class Carry:
-    """The memory of one copy at a time. storages: where it is registered, from `open` to `close`."""
+    """The memory of one copy at a time. levels: where it is registered, until `close`."""
 
-    def __init__(self, storages: Sequence[Storage]) -> None:
-        self._storages = storages
+    def __init__(self, levels: Sequence[StoreLevel]) -> None:
+        self._levels = levels
         self._memory: CarryMemory | None = None
 
     @property
@@ -100,8 +99,8 @@ class Carry:
         if self._memory is None or self._memory.nbytes < sum(steps):
             self.close()
             memory = CarryMemory(max(CARRY_BYTES, sum(steps)))
-            for storage in self._storages:
-                storage.register(memory)
+            for level in self._levels:
+                level.storage.register(memory)
             self._memory = memory
         starts = [sum(steps[:i]) for i in range(len(steps))]
         return [self._memory.view[at : at + nbytes] for at, nbytes in zip(starts, sizes, strict=True)]
@@ -109,8 +108,8 @@ class Carry:
     def close(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
-            for storage in self._storages:
-                storage.unregister(memory)
+            for level in self._levels:
+                level.storage.unregister(memory)
 
 
 class Pauses:
@@ -162,52 +161,45 @@ class Unsaved:
 class WriteBack:
     """The copies to one level. Used on one loop.
 
-    most: how many bytes may wait.
     settled: called with an object, this level, and why it was given up, or "" when it is copied.
-    withdraw: removes an object from a level, where it must not stay.
     """
 
     def __init__(
-        self,
-        level: StoreLevel,
-        carry: Carry,
-        traffic: Traffic,
-        now: Callable[[], float],
-        most: Callable[[], int],
-        settled: Callable[[Unsaved, StoreLevel, str], None],
-        fences: Fences,
-        withdraw: Callable[[StoreLevel, str], Awaitable[object]],
+        self, level: StoreLevel, copying: Copying, settled: Callable[[Unsaved, StoreLevel, str], None]
     ) -> None:
         self.level = level
         self.pending_bytes = 0
         self.answered = 0  # calls to the level
         self.longest_s = 0.0  # that one took in which it took something
-        self.carry = carry
-        self._traffic = traffic
-        self._now = now
-        self._most = most
+        self.carry = Carry(copying.levels)
+        self._copying = copying
+        self._now = copying.now
         self._settled = settled
-        self._fences = fences
-        self._withdraw = withdraw
         self._queue: OrderedDict[str, Unsaved] = OrderedDict()
         self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
-        self._copying: dict[str, Unsaved] = {}
+        self._running: dict[str, Unsaved] = {}
         self._coming = 0  # bytes of stores that have room and run now
         self._changed: asyncio.Future[None] | None = None  # what waits for a change of any of these waits for it
         self._task: asyncio.Task[None] | None = None
         self.refusal: StorageError | None = None  # why the level took no copy just now
         self._refused: list[tuple[Unsaved, StorageError]] = []  # of the copy that runs
-        self._pace = Pauses(now)
+        self._pace = Pauses(self._now)
         self._closing = False
         self._hurried = 0  # flushes that run
 
     def __len__(self) -> int:
-        return len(self._queue) + len(self._urgent) + len(self._copying)
+        return len(self._queue) + len(self._urgent) + len(self._running)
+
+    @property
+    def _most(self) -> int:
+        """How many bytes may wait: the first level holds them."""
+        capacity, most = self._copying.levels[0].storage.index.capacity, int(self.level.section.write_back_bytes)
+        return most if capacity is None else min(most, int(capacity) // 2)
 
     @property
     def has_leisure(self) -> bool:
         """Whether little waits, so that copies may be added that nobody waits for."""
-        return not self._closing and self.pending_bytes + self._coming <= LEISURE * self._most()
+        return not self._closing and self.pending_bytes + self._coming <= LEISURE * self._most
 
     # --- room ---------------------------------------------------------------------------------------
 
@@ -233,17 +225,17 @@ class WriteBack:
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for so many bytes now."""
         taken = self.pending_bytes + self._coming
-        return not taken or taken + nbytes <= self._most()
+        return not taken or taken + nbytes <= self._most
 
     # --- the queue ----------------------------------------------------------------------------------
 
     def add(self, one: Unsaved, *, urgent: bool = False, has_room: bool = False) -> bool:
         """Queue a copy. Returns False if there is no room. has_room: its store has waited for `room`."""
-        if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
+        if one.name in self._queue or one.name in self._urgent or one.name in self._running:
             if urgent and one.name in self._queue:
                 self._urgent[one.name] = self._queue.pop(one.name)
             return True
-        fits = has_room or not self.pending_bytes or self.pending_bytes + one.nbytes <= self._most()
+        fits = has_room or not self.pending_bytes or self.pending_bytes + one.nbytes <= self._most
         if self._closing or not fits:
             self.level.lost["queue_full"] += 1
             return False
@@ -255,7 +247,7 @@ class WriteBack:
 
     def resized(self, one: Unsaved, nbytes: int) -> None:
         """Note that an object has another length now, which the caller sets next."""
-        if one.name in self._queue or one.name in self._urgent or one.name in self._copying:
+        if one.name in self._queue or one.name in self._urgent or one.name in self._running:
             self.pending_bytes += nbytes - one.nbytes
 
     def withdraw(self, why: str, fits: Callable[[str], bool] = lambda _name: True) -> None:
@@ -292,12 +284,12 @@ class WriteBack:
 
     def copies(self, name: str) -> bool:
         """Whether a copy of this object runs now."""
-        return name in self._copying
+        return name in self._running
 
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
         before = self.answered
-        while self._copying and self.answered == before:
+        while self._running and self.answered == before:
             await self._change()
 
     async def flush(self, within_s: float) -> None:
@@ -341,7 +333,9 @@ class WriteBack:
                     self._expire()
                     await self._pause(max(self._pace.left_s, RETRY_S if self.level.out else 0.0))
                 if not (self._closing or self._hurried or self._urgent):
-                    await self._traffic.quiet(LEISURE_S if self.pending_bytes < MUCH * self._most() else GIVE_WAY_S)
+                    await self._copying.traffic.quiet(
+                        LEISURE_S if self.pending_bytes < MUCH * self._most else GIVE_WAY_S
+                    )
                 batch = self._next()
                 if batch:
                     await self._copy_batch(batch)
@@ -364,7 +358,7 @@ class WriteBack:
         batch = first[: self.carry.fitting([one.nbytes for one in first])]
         for one in batch:
             del queue[one.name]
-            self._copying[one.name] = one
+            self._running[one.name] = one
         return batch
 
     def _expire(self) -> None:
@@ -382,14 +376,14 @@ class WriteBack:
         try:
             await self._copy(batch)
         except StorageError as error:
-            self._refused += [(one, error) for one in reversed(batch) if one.name in self._copying]
+            self._refused += [(one, error) for one in reversed(batch) if one.name in self._running]
         finally:
             self.answered += 1
         if took := self.level.counts["copied"] - before:
             self.longest_s = max(self.longest_s, self._now() - began)
         waits = [(one, error) for one, error in self._refused if self._waits(one, error)]
         for one, _ in waits:
-            del self._copying[one.name]
+            del self._running[one.name]
             self._queue[one.name] = one
             if not took and len(batch) > 1:  # else others first: perhaps it is only this one
                 self._queue.move_to_end(one.name, last=False)
@@ -427,7 +421,7 @@ class WriteBack:
 
     async def _copy(self, batch: list[Unsaved]) -> None:
         """Read the objects above, and write them here. Raises StorageError."""
-        born = self._fences.number
+        born, fences = self._copying.fences.number, self._copying.fences
         if asking := [one for one in batch if one.check]:
             asked = self._now()
             there = await self.level.storage.exists([one.name for one in asking])
@@ -436,7 +430,7 @@ class WriteBack:
                     self._end(one, "", None, at=asked)
                 else:
                     self.level.missed(one.name)
-            batch = [one for one in batch if one.name in self._copying]
+            batch = [one for one in batch if one.name in self._running]
         if not batch:
             return
         slots = self.carry.slots([one.nbytes for one in batch])
@@ -445,18 +439,24 @@ class WriteBack:
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is not Found.FOUND:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif why := self._fences.forbids(one.name, born, one.source):
+            elif why := fences.forbids(one.name, born, one.source):
                 self._end(one, why, None)
             else:
                 rest.append((one, slot))
         if not rest:
             return
-        items = [one.source.handed_on(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
-        if not self.level.known:
-            self.level.overwrite_hidden(items)
-        outcomes = await with_slots_back(self.level.storage.store(items, None, [slot for _, slot in rest]))
-        for (one, _), item, outcome in zip(reversed(rest), reversed(items), reversed(outcomes), strict=True):
-            await self._written(one, item, outcome, born)
+        items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
+        sources, own = [one.source for one, _ in rest], [slot for _, slot in rest]
+        copies = await self._copying.copy(items, sources, own, self.level, born)
+        for (one, _), (item, outcome, why) in zip(reversed(rest), reversed(copies), strict=True):
+            if outcome.found not in (Found.STORED, Found.EXISTS):
+                error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(outcome.found.value)
+                self._refused.append((one, error))
+                continue
+            if outcome.found is Found.STORED and not why:  # the level above holds it for those below
+                assert item.use is not None
+                self.level.storage.index.release(one.name, item.use)
+            self._end(one, why, None)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
@@ -471,25 +471,9 @@ class WriteBack:
             outcomes.update(zip([one.name for one, _ in its], answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    async def _written(self, one: Unsaved, item: Item, outcome: Outcome, born: int) -> None:
-        """item: as the level got it."""
-        if outcome.found is Found.STORED:  # the level above holds it for those below
-            assert item.use is not None
-            self.level.storage.index.release(one.name, item.use)
-        if outcome.found in (Found.STORED, Found.EXISTS):
-            why = self._fences.forbids(one.name, born, one.source)
-            if why == "quarantined" and outcome.found is Found.STORED:
-                await self.level.storage.quarantine(one.name)  # also where a purge removes nothing
-            elif why and outcome.found is Found.STORED:
-                await self._withdraw(self.level, one.name)
-            self._end(one, why, None)
-            return
-        error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(f"{outcome.found.value}")
-        self._refused.append((one, error))
-
     def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
         """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
-        self._copying.pop(one.name, None)
+        self._running.pop(one.name, None)
         self.pending_bytes -= one.nbytes
         if why:
             self.level.lost[why] += 1
