@@ -452,12 +452,11 @@ MUTANTS = (
     Mutant(
         "a store keeps its slots until the copies below have been made",
         "storage/levels/storing.py",
-        "                return await one.run()",
-        "                outcomes = await one.run()\n"
-        "                for back in parts.write_backs:\n"
-        "                    while back._task is not None:\n"
-        "                        await back._change()\n"
-        "                return outcomes",
+        "        finally:\n            for back in self._room:",
+        "            for back in parts.write_backs:\n"
+        "                while back._task is not None:\n"
+        "                    await back._change()\n"
+        "        finally:\n            for back in self._room:",
         finder="store_world",
     ),
     Mutant(
@@ -597,15 +596,15 @@ MUTANTS = (
     Mutant(
         "what is copied below does not keep its copy above",
         "storage/levels/storing.py",
-        "            nbytes = stored if stored is not None else level.storage.index.hold(name)",
-        "            nbytes = stored if stored is not None else level.storage.index.hold(name)\n"
-        "            level.storage.index.release(name, use)",
+        "            nbytes = stored if stored is not None else level.index.hold(name)",
+        "            nbytes = stored if stored is not None else level.index.hold(name)\n"
+        "            level.index.release(name, use)",
         finder="store_world",
     ),
     Mutant(
         "a copy belongs to the engine for which it was made",
         "storage/levels/level.py",
-        "item.use.of(self.storage.index.owner_of(item.name))",
+        "item.use.of(self.index.owner_of(item.name))",
         "item.use",
         finder="store_world",
     ),

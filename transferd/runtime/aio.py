@@ -49,6 +49,20 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
     raise InvariantError(f"{work!r} waited, but must not")
 
 
+def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Run a coroutine now, up to where it waits. Returns the future of its result, done if it did not wait."""
+    end: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    try:
+        waits_for = work.send(None)
+    except StopIteration as stop:
+        end.set_result(stop.value)
+    except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the result
+        end.set_exception(error)
+    else:
+        return asyncio.ensure_future(resumed(work, waits_for))
+    return end
+
+
 async def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> T:
     """The rest of a coroutine that was begun with `send(None)` and then waited. An asyncio task can run it.
 
@@ -104,11 +118,16 @@ class Background:
         while self._running:
             await asyncio.wait(self._running)
 
+    async def ended(self) -> None:
+        """Wait for those that run now."""
+        if self._running:
+            await asyncio.wait(set(self._running))
+
     def __len__(self) -> int:
         return len(self._running)
 
 
-async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+async def uncancelled(work: Awaitable[T]) -> T:
     """Run `work` to its end and return its result.
 
     A cancellation of the caller is delayed until then; the work does not see it. That way a storage call keeps

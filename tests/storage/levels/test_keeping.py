@@ -303,7 +303,7 @@ async def test_loads_that_run_beside_a_purge_bring_nothing_back(open_storage: Op
     assert (await keeper.purge(Selection())).objects >= 24, "some may be in both levels by now"
     assert await store.storage.exists(names) == [False] * 24
     await asyncio.gather(*loads)
-    await store.levels._promotions.settled()
+    await store.levels._promotions.running.settled()
     await store.levels.flush(10)
     assert await store.storage.exists(names) == [False] * 24
     assert not [one for one in (tmp_path / "objects").rglob("*") if one.is_file()]
@@ -344,7 +344,7 @@ async def test_what_has_read_before_a_purge_commits_nothing_after_it(
     await purging
     await running
     if above:
-        await levels._promotions.settled()
+        await levels._promotions.running.settled()
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists([name(1)]) for one in (first, lower)] == [[False]] * 2
@@ -382,7 +382,7 @@ async def test_what_reads_while_a_long_purge_runs_commits_nothing(
     lower.gate.set()
     await purging
     await running
-    await levels._promotions.settled()
+    await levels._promotions.running.settled()
     await levels.flush(10)
     await levels._parts.withdrawn()
     assert [await one._behind.exists(names) for one in (first, lower)] == [[False] * 40] * 2
@@ -408,7 +408,7 @@ async def test_neither_a_purge_nor_a_drain_waits_for_ever_for_a_call_that_hangs(
     finally:
         first.gate.set()
     assert (purged.objects, drained.objects) == (1, 0)
-    await levels._promotions.settled()
+    await levels._promotions.running.settled()
     await levels._parts.withdrawn()
     assert await first._behind.exists([name(1), name(2)]) == [False, True]
 
@@ -471,7 +471,7 @@ async def test_a_copy_that_another_engine_brings_up_stays_its_owners(
             assert outcome.found is Found.FOUND
     else:
         await levels.prefetcher.to("memory", other).bring([(name(1), 100, 0)])
-    await levels._promotions.settled()
+    await levels._promotions.running.settled()
     assert memory.find([name(1)], None) == [True]
     assert (await keeper.purge(Selection(owner=other))).objects == 0
     assert (await keeper.purge(Selection(owner=me))).objects == 2

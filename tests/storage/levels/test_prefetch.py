@@ -354,7 +354,7 @@ async def test_a_warm_up_brings_the_newest_into_free_room_and_keeps_nothing(open
     for i in (3, 4, 5):  # the newest are 5, 4, 3, then 50
         assert await fetch(store, i) == 1
     assert isinstance(store.storage, LevelsStorage)
-    await store.storage._promotions.settled()
+    await store.storage._promotions.running.settled()
     store.storage._touch_now()
     warm, evicted = store.storage.prefetcher.warm, row(store, "evictions")
     assert await warm(ALL, 2 * NBYTES + 1, "memory", None) == Warmed("memory", 2, 2 * NBYTES)

@@ -44,7 +44,7 @@ async def load(store: Harness, i: int = 1) -> int:
     [(outcome, data)] = await store.get((name(i), NBYTES))
     assert data == content(i)
     assert isinstance(store.storage, LevelsStorage)
-    await store.storage._promotions.settled()
+    await store.storage._promotions.running.settled()
     return outcome.level
 
 
@@ -104,7 +104,7 @@ async def test_a_purge_that_cannot_remove_a_promoted_block_keeps_no_other_from_b
     promotions.begin(store.levels.all_levels[1], items, buffers, fences.number)
     with fences.purge(Selection(names=frozenset([name(2)]))):
         pass
-    await promotions.settled()
+    await promotions.running.settled()
     entry = first.indexes[0].get(name(3))
     assert entry is not None
     assert not entry.kept

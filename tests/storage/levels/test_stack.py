@@ -70,7 +70,7 @@ async def settled(store: Harness) -> LevelsStorage:
     levels = store.storage
     assert isinstance(levels, LevelsStorage)
     await levels.flush(30)
-    await levels._promotions.settled()
+    await levels._promotions.running.settled()
     levels._touch_now()
     return levels
 

@@ -168,7 +168,7 @@ async def test_a_hung_call_that_fails_at_last_costs_nothing(
     assert (top["hanging"], top["objects"], below["objects"]) == (0, 0, 1)
     [(outcome, data)] = await store.get((NAMES[0], NBYTES))
     assert (outcome.found, data) == (Found.FOUND, content(0))
-    await store.levels._promotions.settled()  # the load brings it up
+    await store.levels._promotions.running.settled()  # the load brings it up
 
 
 async def test_what_a_middle_level_stores_beside_a_copy_that_waits_is_not_held_there(open_storage: Open) -> None:

@@ -172,13 +172,16 @@ async def test_copies_that_wait_for_a_dead_level_are_given_up_after_a_time(
 
 @pytest.mark.parametrize(("kind", "why"), [(StorageFull, "full"), (StorageError, "failed")])
 async def test_an_object_that_a_level_never_takes_is_offered_once(
-    open_storage: Open, kind: type[StorageError], why: str
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, kind: type[StorageError], why: str
 ) -> None:
+    monkeypatch.setattr(stack_module, "TOUCH_S", 3600.0)  # the next use offers it again
     store, _, lower = await two(open_storage)
+    assert await store.put((name(0), content(0))) == [STORED]
+    await until(lambda: not store.levels.unsaved, "copied, and its use is passed on")
     lower.full = kind("too long", refusal="object")
     assert await store.put((name(1), content(1))) == [STORED]
     await until(lambda: not store.levels.unsaved, "given up")
-    assert lower.stores == [name(1)]
+    assert lower.stores == [name(0), name(1)]
     assert lost(store) == {why: 1}
     assert await store.get((name(1), KIB)) == [(FOUND, content(1))]
     assert store.levels.write_backs[0].refusal is None, "the level is well"

@@ -51,7 +51,7 @@ class Copying:
             why = self.fences.forbids(item.name, born, source) if there else ""
             if why and outcome.found is Found.STORED:
                 assert item.use is not None
-                level.storage.index.release(item.name, item.use)
+                level.index.release(item.name, item.use)
                 # Also a level where a purge removes nothing puts aside what is damaged.
                 await (self.put_aside if why == "quarantined" else self.withdraw)(level, item.name)
             copies.append((item, outcome, why))

@@ -105,8 +105,7 @@ class Leaving:
         backs = [back for back in self._parts.write_backs if back.level is level]
         for back in backs:
             back.withdraw("drained")
-        if self._parts.storing:  # those that began before store there still
-            await asyncio.wait(set(self._parts.storing))
+        await self._parts.stores.ended()  # those that began before store there still
         await self._parts.settled(backs)
         return await self._alone_of(level, await self._copy(level))
 
@@ -118,7 +117,7 @@ class Leaving:
 
     async def _copy(self, level: StoreLevel) -> dict[str, StoreLevel]:
         """Copy the objects that only this level has. Returns the level that has each of the others, by name."""
-        objects = [one async for one in in_turns(level.storage.index.hottest_first())]
+        objects = [one async for one in in_turns(level.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use, proven = Use(), dict[str, StoreLevel]()
         for start in range(0, len(objects), BATCH):
@@ -149,7 +148,7 @@ class Leaving:
         proven: by this drain, and where. outlives: other levels in memory do not count.
         """
         alone = {}
-        objects = [one async for one in in_turns(level.storage.index.hottest_first())]
+        objects = [one async for one in in_turns(level.index.hottest_first())]
         for start in range(0, len(objects), BATCH):
             some = objects[start : start + BATCH]
             open_ = [name for name, _ in some if not self._still(proven.get(name), name)]

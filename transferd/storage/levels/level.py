@@ -178,8 +178,7 @@ class Hidden:
 
     def stored(self, name: str) -> None:
         """Note that this node has stored an object there."""
-        if self.number:
-            self._anew.add(name, self.number)
+        self._anew.add(name, self.number)
 
     def __contains__(self, name: str) -> bool:
         since = self._anew.get(name) or 0
@@ -210,7 +209,8 @@ class StoreLevel:
     ) -> None:
         self.number = number
         self.name = name
-        self.storage = storage
+        self.storage = storage  # perhaps behind others, which have its index
+        self.index = storage.index
         self.configure(section)
         self.loads, self.stores, self.lookups = Patience(now), Patience(now), Patience(now)
         self.counts: Counter[str] = Counter()
@@ -232,8 +232,8 @@ class StoreLevel:
         self.promote = self.storage.promotes_at if section.promote is None else section.promote
 
     def opened(self) -> None:
-        index = self.storage.index
-        self.known = index.find([], None) is not None and index.find([], Use(counts=False)) is not None
+        find = self.index.find
+        self.known = find([], None) is not None and find([], Use(counts=False)) is not None
 
     @property
     def shared(self) -> bool:
@@ -259,8 +259,10 @@ class StoreLevel:
     @property
     def out_for_stores(self) -> str:
         """Why no store goes here now; "" if stores do."""
-        hangs = self.stores.hanging or self.stores.out
-        return self.out or ("it is being taken out" if self.leaving else "stores to it do not end" if hangs else "")
+        if out := self.out:
+            return out
+        hang = self.stores.hanging or self.stores.out
+        return "it is being taken out" if self.leaving else "stores to it do not end" if hang else ""
 
     @property
     def in_memory(self) -> bool:
@@ -279,7 +281,7 @@ class StoreLevel:
     def find(self, names: Sequence[str], use: Use | None = None, *, stores: bool = False) -> list[bool] | None:
         """The answer of its index (`Index.find`, or `stored`). A level that cannot be read has nothing."""
         try:
-            return (self.storage.index.stored if stores else self.storage.index.find)(names, use)
+            return (self.index.stored if stores else self.index.find)(names, use)
         except StorageError:
             return [False] * len(names)
 
@@ -292,12 +294,12 @@ class StoreLevel:
         return [None] * len(names) if found is None else list(found)
 
     def owner_of(self, name: str) -> Hashable | None:
-        return self.storage.index.owner_of(name)
+        return self.index.owner_of(name)
 
     def handed_on(self, item: Item) -> Item:
         """This level's object as another level gets a copy of it: an object has one owner in all levels."""
         assert item.use is not None
-        return Item(item.name, item.nbytes, item.use.of(self.storage.index.owner_of(item.name)), item.depth)
+        return Item(item.name, item.nbytes, item.use.of(self.index.owner_of(item.name)), item.depth)
 
     def absent(self, name: str) -> bool:
         """Whether a level that is not `known` has just answered that it is not there."""
@@ -318,13 +320,14 @@ class StoreLevel:
 
     def wrote(self, name: str) -> None:
         """Note that this node has stored it there."""
-        self.hidden.stored(name)
+        if self.hidden.number:
+            self.hidden.stored(name)
         self.stored(name)
 
     def stored(self, name: str, at: float | None = None) -> None:
         """Note that it has the object. at: when it said so, if not now."""
-        self._absent.discard(name)
         if not self.known:
+            self._absent.discard(name)
             self._hints.add(name, self._now() if at is None else at)
         if self.changed is not None:
             self.changed(name)

@@ -241,7 +241,7 @@ class StackLoad:
         if not promote:
             return
         parts = self._parts
-        parts.promotions.remember(parts.levels[0].storage.index.count)
+        parts.promotions.remember(parts.levels[0].index.count)
         good = [k for k in promote if self._outcomes.get(which[k]) is level.found]
         if taking is not None:
             copies = dict(sorted(taking.copies.items()))  # root first, whichever thread was first

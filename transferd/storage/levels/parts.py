@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
 from transferd.errors import RequestError
+from transferd.runtime.aio import Background
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
@@ -31,7 +31,7 @@ class StackParts(Copying):
         self.promotions = Promotions(self)
         self.unsaved: dict[str, Unsaved] = {}
         self.write_backs: list[WriteBack] = []
-        self.storing: set[asyncio.Future[None]] = set()  # the ends of stores that run
+        self.stores = Background()
 
     def named(self, name: str) -> StoreLevel:
         """Raises RequestError."""
@@ -62,7 +62,7 @@ class StackParts(Copying):
         async def ended() -> None:
             for back in backs:
                 await back.copied()
-            await self.promotions.settled()
+            await self.promotions.running.ended()
             await self.withdrawn()
 
         with contextlib.suppress(TimeoutError):

@@ -111,8 +111,8 @@ class StackPrefetcher(Prefetcher):
             what = f"no level below {to} knows which of its objects are the newest"
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
         objects: list[tuple[str, int, int]] = []
-        room = min(newest, one.level.storage.index.free or 0)
-        async for name, nbytes in in_turns(below[0].storage.index.hottest_first()):
+        room = min(newest, one.level.index.free or 0)
+        async for name, nbytes in in_turns(below[0].index.hottest_first()):
             if selection.fits(name) and self.place(one.level, name) is None:
                 if nbytes > room:
                     break
@@ -161,7 +161,7 @@ class StackPrefetcher(Prefetcher):
         for one in kept.by:
             one.kept.discard(name)
         self._kept_bytes[kept.level.number] -= kept.nbytes
-        kept.level.storage.index.release(name, use, AWAITED)
+        kept.level.index.release(name, use, AWAITED)
 
     def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
         if one.free_only or one.stopped:
@@ -170,7 +170,7 @@ class StackPrefetcher(Prefetcher):
         if (kept := self._kept.get(name)) is not None:  # perhaps in another level, or gone and brought again
             by |= kept.by
             self._let_go(name, kept, one.use)
-        nbytes = level.storage.index.hold(name, AWAITED)
+        nbytes = level.index.hold(name, AWAITED)
         if nbytes is None:  # it has just left
             return
         self._kept[name] = Kept(level, nbytes, by)
@@ -207,8 +207,8 @@ class StackPrefetcher(Prefetcher):
                         return
                     await parts.traffic.quiet(GIVE_WAY_S)
                     if any(parts.promotions.comes(item.name) for item in batch):
-                        await parts.promotions.settled()
-                    await parts.promotions.run(self._batch(one, batch))
+                        await parts.promotions.running.ended()
+                    await parts.promotions.running.begin(self._batch(one, batch))
                 _take_off(awaited, left[: len(batch)])
                 left = left[len(batch) :]
         except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
@@ -233,9 +233,9 @@ class StackPrefetcher(Prefetcher):
                 todo = await self._round(one, fitting)
 
     def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
-        capacity = level.storage.index.capacity
+        capacity = level.index.capacity
         if one.free_only:
-            return nbytes <= (level.storage.index.free or 0)
+            return nbytes <= (level.index.free or 0)
         return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
 
     def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:

@@ -6,18 +6,17 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
+from transferd.runtime.aio import Background
 from transferd.storage.base import Found, Item
 from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import Names, StoreLevel
@@ -85,7 +84,7 @@ class Promotions:
         self.buffers = Buffers(copying.levels[:-1])
         self._copying = copying
         self._uses = Names(FEWEST)
-        self._running: set[asyncio.Task[None]] = set()
+        self.running = Background()
         self._coming: set[str] = set()  # names that are being stored above
         self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
         self._repairs = Names(FEWEST)  # names whose copy above was damaged
@@ -119,14 +118,7 @@ class Promotions:
             self.buffers.give_back(buffers)
             return
         self._coming.update(names[i] for i in fresh)
-        self.run(self._store(source, target, items, buffers, fresh, born))
-
-    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run this; `settled` waits for it."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return task
+        self.running.begin(self._store(source, target, items, buffers, fresh, born))
 
     async def _store(
         self,
@@ -151,7 +143,7 @@ class Promotions:
     def stored(self, item: Item, source: StoreLevel, target: StoreLevel, how: str) -> None:
         """Note that `target` has stored its copy of an object, made from that in `source`. how: for the statistics."""
         assert item.use is not None
-        target.storage.index.release(item.name, item.use)
+        target.index.release(item.name, item.use)
         target.counts[how] += 1
         target.stored(item.name)
         self._repairs.discard(item.name)
@@ -180,8 +172,3 @@ class Promotions:
     def came(self, names: Iterable[str]) -> None:
         """Note that these have come, or not."""
         self._coming.difference_update(names)
-
-    async def settled(self) -> None:
-        """Wait for all promotions that run now."""
-        if self._running:
-            await asyncio.wait(set(self._running))

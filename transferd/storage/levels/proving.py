@@ -51,7 +51,7 @@ class Proving:
         asked = parts.now()
         if level.known:
             there = [one is True for one in level.has(names)]
-            look = level.storage.index.look([name for name, one in zip(names, there, strict=True) if one])
+            look = level.index.look([name for name, one in zip(names, there, strict=True) if one])
             if look is not None:
                 held = iter(await self._watched(look))
                 there = [one and next(held) for one in there]

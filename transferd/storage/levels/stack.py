@@ -22,7 +22,7 @@ import structlog
 
 from transferd.config import LevelSection, StorageSection
 from transferd.errors import Closed, StillRunning, StorageError
-from transferd.runtime.aio import Paced, every, uncancelled
+from transferd.runtime.aio import Paced, begun, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools, Threads
 from transferd.storage.base import (
@@ -47,7 +47,7 @@ from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
 from transferd.storage.levels.proving import Proving
-from transferd.storage.levels.storing import Storing
+from transferd.storage.levels.storing import StackStore, Storing
 from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
 from transferd.storage.levels.write_back import WriteBack
@@ -75,7 +75,7 @@ class LevelsStorage(Storage, Index, Levels):
         self.all_levels, self.unsaved, self.write_backs = parts.levels, parts.unsaved, parts.write_backs
         self._threads, self._now, self._promotions = threads, clock.monotonic, parts.promotions
         for level in self.all_levels:
-            level.storage.index.be_level(level.number, holds=level is not self.all_levels[-1])
+            level.index.be_level(level.number, holds=level is not self.all_levels[-1])
             if level.storage.slots_at_once is None:
                 level.storage = WholeSlots(level.storage, self._threads)  # type: ignore[abstract]
         self.names = [level.name for level in self.all_levels]
@@ -137,7 +137,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     def expect(self, possible: Callable[[str, int], bool]) -> None:
         for level in self.all_levels:
-            level.storage.index.expect(possible)
+            level.index.expect(possible)
 
     def reconfigure(self, storage: StorageSection) -> None:
         for level in self.all_levels:
@@ -177,12 +177,12 @@ class LevelsStorage(Storage, Index, Levels):
             if self._first.changed is not None:
                 self._first.changed(name)
 
-        each = [level.storage.index.tell_departures(functools.partial(gone, level)) for level in self.all_levels]
+        each = [level.index.tell_departures(functools.partial(gone, level)) for level in self.all_levels]
         return all(each)
 
     def trace(self, noted: Callable[[str], Noted], place: str) -> None:  # noqa: ARG002 - each level has a name
         for level in self.all_levels:
-            level.storage.index.trace(noted, level.name)
+            level.index.trace(noted, level.name)
 
     @property
     def out(self) -> list[str]:
@@ -209,7 +209,11 @@ class LevelsStorage(Storage, Index, Levels):
         await self._touching.close()
         prefetched = self._prefetcher.close()
         errors: list[StorageError | StillRunning] = []
-        ends = [*(one.close() for one in self.write_backs), self._promotions.settled(), self._parts.late.settled()]
+        ends = [
+            *(one.close() for one in self.write_backs),
+            self._promotions.running.ended(),
+            self._parts.late.settled(),
+        ]
         closing = asyncio.ensure_future(every([*ends, prefetched, self._sweep.close()]))
         _, hanging = await asyncio.wait({closing}, timeout=CLOSE_S)
         if hanging:
@@ -238,7 +242,7 @@ class LevelsStorage(Storage, Index, Levels):
     def touch(self, items: Sequence[Item]) -> None:
         for level in self.all_levels:
             if level.known:
-                level.storage.index.touch(items)
+                level.index.touch(items)
 
     def _used(self, items: Sequence[Item]) -> None:
         """Note that these were loaded from a level: they also count as used in the levels below it."""
@@ -260,7 +264,7 @@ class LevelsStorage(Storage, Index, Levels):
         items, self._touches = self._touches, []
         for level in self.all_levels[1:]:
             if level.known and not level.out:
-                level.storage.index.touch(items)
+                level.index.touch(items)
         self._sweep.used(items)
 
     # --- look-ups -----------------------------------------------------------------------------------
@@ -308,18 +312,18 @@ class LevelsStorage(Storage, Index, Levels):
 
     def slots_for(self, names: Sequence[str]) -> int:
         first = self._first
-        if first.storage.slots_at_once == 0 and not first.out and all(first.storage.index.find(names, None) or [False]):
+        if first.storage.slots_at_once == 0 and not first.out and all(first.index.find(names, None) or [False]):
             return 0
         return self.slots_at_once or 0
 
     def place_of(self, name: str) -> StoreDirectory | None:
         """Also if a faster level has the object: who reads the file takes only what the page cache has."""
-        places = (level.storage.index.place_of(name) for level in self.all_levels if not level.out)
+        places = (level.index.place_of(name) for level in self.all_levels if not level.out)
         return next((place for place in places if place is not None), None)
 
     def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]] | None:
         level = next((one for one in self.all_levels if one.known and not one.out), None)
-        return None if level is None else level.storage.index.look(names)
+        return None if level is None else level.index.look(names)
 
     # --- loads --------------------------------------------------------------------------------------
 
@@ -332,7 +336,7 @@ class LevelsStorage(Storage, Index, Levels):
         items = as_chain(items)
         first, load = self._first, StackLoad(self._parts, items, drain, slots)
         if first.storage.slots_at_once == 0 and first.known and not first.out:
-            there = first.storage.index.find([item.name for item in items], None)
+            there = first.index.find([item.name for item in items], None)
             if there is not None and all(there):
                 answer = first.storage.load(items, drain, slots)
                 if isinstance(answer, asyncio.Future) and answer.done():
@@ -344,10 +348,7 @@ class LevelsStorage(Storage, Index, Levels):
                     load.sort(first, range(len(items)), answer.result())
                 elif isinstance(answer, Coroutine):
                     answer.close()  # it has not begun
-        return self._loaded(items, load)
-
-    async def _loaded(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
-        return await uncancelled(self._load(items, load))
+        return uncancelled(self._load(items, load))
 
     async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
         with self._parts.traffic:
@@ -361,10 +362,12 @@ class LevelsStorage(Storage, Index, Levels):
     # --- stores -------------------------------------------------------------------------------------
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return self._stored(as_chain(items), fill, slots)
+        """Stores a few bytes in the first level's memory at once, and returns a done future."""
+        storing = self._parts.stores.begin(begun(self._store(as_chain(items), fill, slots)))
+        return storing if storing.done() else uncancelled(storing)
 
-    async def _stored(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes = await uncancelled(self._storing.store(items, fill, slots))
+    async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes = await StackStore(self._storing, items, fill, slots).run()
         good = [i for i, outcome in enumerate(outcomes) if outcome.found in (Found.STORED, Found.EXISTS)]
         self._used([items[i] for i in good])
         return outcomes

@@ -28,46 +28,15 @@ class Storing:
     """All stores of a stack. Used on one loop. given_up: called with a name, the level that lacks it, and why."""
 
     def __init__(self, parts: StackParts) -> None:
-        self._parts = parts
+        self.parts = parts
         self.given_up: Callable[[str, StoreLevel, str], None] = lambda _name, _level, _why: None
         self.configured()
 
     def configured(self) -> None:
         """Note that the levels have other settings."""
-        levels = self._parts.levels
+        levels = self.parts.levels
         self._through = frozenset(level.number for level in levels[1:] if level.through)
         self._handed_over = self._through.union([level.number for level in levels[1:] if level.shared][:1])
-
-    async def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        """See Storage.store. Each item has a use. Never cancel it.
-
-        It never waits for a copy to a lower level, and so keeps no slots for one: `Levels.prove` does.
-        """
-        parts = self._parts
-        nbytes, now = sum([item.nbytes for item in items]), parts.now()
-        ends = max([item.use.until for item in items[:1] if item.use], default=now + 2 * WAIT_S)
-        until = min(now + WAIT_S, max(now, (now + ends) / 2))
-        room, is_below = set[WriteBack](), not parts.levels[0].out_for_stores  # of the level that takes the objects
-        for back in parts.write_backs:
-            if not is_below:
-                is_below = not back.level.out_for_stores
-            elif await back.room(nbytes, self._patience(back, until)):
-                room.add(back)
-        one = _Store(self, parts, items, fill, slots, room)
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        parts.storing.add(ended)
-        try:
-            with parts.traffic:
-                return await one.run()
-        finally:
-            parts.storing.discard(ended)
-            ended.set_result(None)
-            for back in room:
-                back.came(nbytes)
-
-    def _patience(self, back: WriteBack, until: float) -> float:
-        """How many seconds a store waits for room in a queue of copies, with its slots in its hands."""
-        return 0.0 if back.level.section.write_back == "postpone" else max(0.0, until - self._parts.now())
 
     def save(
         self,
@@ -86,22 +55,22 @@ class Storing:
         room: the levels in whose queues its store had room.
         lacking: those levels, if not those that seem to lack it. check: ask them first, unless it has just been stored.
         """
-        parts = self._parts
+        parts = self.parts
         if lacking is None:
             lacking = self._lacking(level, name)
         one = parts.unsaved.get(name)
         if not lacking:
             if stored is not None and (one is None or one.source is not level):
-                level.storage.index.release(name, use)
+                level.index.release(name, use)
             return
         if one is None:
-            nbytes = stored if stored is not None else level.storage.index.hold(name)
+            nbytes = stored if stored is not None else level.index.hold(name)
             if nbytes is None:  # it has just left, or this level cannot hold it
                 return
             one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check and stored is None)
             parts.unsaved[name] = one
         elif stored is not None and one.source is not level:
-            level.storage.index.release(name, use)
+            level.index.release(name, use)
         elif stored is not None and one.nbytes != stored:  # a copy of a damaged predecessor is still under way
             for back in parts.write_backs:
                 back.resized(one, stored)
@@ -118,7 +87,7 @@ class Storing:
     def _lacking(self, level: StoreLevel, name: str) -> list[WriteBack]:
         """Where below this level an object is to be copied to now. A level that is away gets it when it is back."""
         lacking = []
-        for back in self._parts.write_backs[level.number :]:
+        for back in self.parts.write_backs[level.number :]:
             if back.level.known and back.level.away:
                 self.given_up(name, back.level, "down")
             elif self._misses(back.level, name):
@@ -146,41 +115,61 @@ class Storing:
             self._forget(one)
 
     def _forget(self, one: Unsaved) -> None:
-        if self._parts.unsaved.get(one.name) is one:
-            del self._parts.unsaved[one.name]
-        one.source.storage.index.release(one.name, one.use)
+        if self.parts.unsaved.get(one.name) is one:
+            del self.parts.unsaved[one.name]
+        one.source.index.release(one.name, one.use)
 
 
-class _Store:
-    """One call. room: the lower levels in whose queues its objects have room."""
+class StackStore:
+    """One store. Each item has a use. Never cancel it.
+
+    It never waits for a copy to a lower level, and so keeps no slots for one: `Levels.prove` does.
+    """
 
     def __init__(
         self,
         storing: Storing,
-        parts: StackParts,
         items: Sequence[Item],
         fill: Fill | None,
         slots: Sequence[memoryview],
-        room: Collection[WriteBack],
     ) -> None:
         self._storing = storing
-        self._parts = parts
+        self._parts = storing.parts
         self._items = items
         self._fill = fill
         self._slots = slots
-        self._room = room
+        self._room = set[WriteBack]()  # the lower levels in whose queues its objects have room
         self._outcomes: dict[int, Outcome] = {}
         self._late: list[asyncio.Future[Any]] = []
         self._left: set[int] = set()  # objects that the caller makes again, in other slots
-        self._born = parts.fences.number
+        self._born = 0  # the number of the latest fence when it began to store
 
     async def run(self) -> list[Outcome]:
-        todo = list(range(len(self._items)))
-        for level in self._parts.levels:
-            if todo:
-                todo = await self._store_in(level, todo)
+        parts = self._parts
+        nbytes = sum([item.nbytes for item in self._items])
+        await self._wait_for_room(nbytes)
+        self._born, todo = parts.fences.number, list(range(len(self._items)))
+        try:
+            with parts.traffic:
+                for level in parts.levels:
+                    if todo:
+                        todo = await self._store_in(level, todo)
+        finally:
+            for back in self._room:
+                back.came(nbytes)
         outcomes = [LEFT if i in self._left else self._outcomes[i] for i in range(len(self._items))]
         return Outcomes.after(outcomes, self._late)
+
+    async def _wait_for_room(self, nbytes: int) -> None:
+        """Wait until so many bytes may wait for the levels below the first one that works, with the slots in hand."""
+        parts, now = self._parts, self._parts.now()
+        ends = max([item.use.until for item in self._items[:1] if item.use], default=now + 2 * WAIT_S)
+        until = min(now + WAIT_S, max(now, (now + ends) / 2))
+        first = next((level.number for level in parts.levels if not level.out_for_stores), len(parts.levels))
+        for back in parts.write_backs[first:]:
+            waits = back.level.section.write_back != "postpone"
+            if await back.room(nbytes, max(0.0, until - parts.now()) if waits else 0.0):
+                self._room.add(back)
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
         """Store these in one level. Returns those that it did not take."""
@@ -189,11 +178,12 @@ class _Store:
             for i in todo:
                 self._outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(f"{level.name}: {why}")))
             return list(todo)
-        make = chosen_call(self._fill, which)
-        slots = self._slots if self._fill is not None else chosen(self._slots, which)
-        if self._fill is not None and level.storage.slots_at_once:
+        items, make, slots = self._items, self._fill, self._slots
+        if len(which) < len(items):
+            items, make = chosen(items, which), chosen_call(make, which)
+            slots = chosen(slots, which) if make is None else slots
+        if make is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
-        items = chosen(self._items, which)
         nbytes = sum([item.nbytes for item in items])
         if not level.known:
             level.overwrite_hidden(items)

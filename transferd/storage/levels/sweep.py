@@ -54,7 +54,7 @@ class Sweep:
             self._sweeps[back] = sweep = Paced(functools.partial(self._sweep, back), EVERY_S)
             sweep.soon()  # of nothing: the next one comes an interval later
             if back.level.known:
-                back.level.storage.index.observe(functools.partial(self._noted, back))
+                back.level.index.observe(functools.partial(self._noted, back))
             else:
                 self._start(back)
 
@@ -157,7 +157,7 @@ class Sweep:
         names: dict[str, None] = {}
         for source in self._parts.levels[: back.level.number]:
             room = int(back.level.section.write_back_bytes)
-            async for name, nbytes in in_turns(source.storage.index.hottest_first()):
+            async for name, nbytes in in_turns(source.index.hottest_first()):
                 if not back.level.known and (room := room - nbytes) < 0:
                     break
                 if back.level.has([name]) != [True]:  # also while it is away: a sweep waits for it

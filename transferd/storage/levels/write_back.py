@@ -193,7 +193,7 @@ class WriteBack:
     @property
     def _most(self) -> int:
         """How many bytes may wait: the first level holds them."""
-        capacity, most = self._copying.levels[0].storage.index.capacity, int(self.level.section.write_back_bytes)
+        capacity, most = self._copying.levels[0].index.capacity, int(self.level.section.write_back_bytes)
         return most if capacity is None else min(most, int(capacity) // 2)
 
     @property
@@ -455,7 +455,7 @@ class WriteBack:
                 continue
             if outcome.found is Found.STORED and not why:  # the level above holds it for those below
                 assert item.use is not None
-                self.level.storage.index.release(one.name, item.use)
+                self.level.index.release(one.name, item.use)
             self._end(one, why, None)
 
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
