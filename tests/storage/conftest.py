@@ -12,7 +12,7 @@ from tests.storage.harness import BACKENDS, MEMORY_BYTES, Backend, Harness, Memo
 from tests.support.simulation.storage import SimStorage
 from transferd.storage import file_io
 from transferd.storage.base import Storage
-from transferd.storage.levels import level, look_ups
+from transferd.storage.levels import level, stack
 
 PATIENT_S = 60.0
 
@@ -23,7 +23,7 @@ def patient_levels() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(level, "FLOOR_S", PATIENT_S)
         patch.setattr(level, "UNKNOWN_S", PATIENT_S)
-        patch.setattr(look_ups, "LOOK_UP_S", PATIENT_S)
+        patch.setattr(stack, "LOOK_UP_S", PATIENT_S)
         yield
 
 

@@ -49,7 +49,7 @@ async def put(store: Harness, *which: int) -> None:
 async def test_a_drained_levels_only_copies_go_below_and_it_keeps_its_objects(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferd.storage.levels.look_ups.LOOK_UP_S", 0.05)
+    monkeypatch.setattr("transferd.storage.levels.stack.LOOK_UP_S", 0.05)
     store, levels, remote = await three(open_storage, tmp_path)
     remote.gate.clear()
     await put(store, *range(4))

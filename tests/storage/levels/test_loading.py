@@ -86,7 +86,7 @@ async def test_a_dead_level_costs_nothing_but_its_own_objects(open_storage: Open
 async def test_a_look_up_does_not_wait_for_a_level_that_hangs(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferd.storage.levels.look_ups.LOOK_UP_S", 0.05)
+    monkeypatch.setattr("transferd.storage.levels.stack.LOOK_UP_S", 0.05)
     store, each = await three(open_storage, asks=True)
     await each[1]._behind.quarantine(name(3))
     each[2].gate.clear()

@@ -22,7 +22,7 @@ NAMES = [f"demo/0123456789abcdef/RL-1/{i:02x}/0" for i in range(3)]
 async def test_where_names_each_level_and_waits_for_none(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transferd.storage.levels.look_ups.LOOK_UP_S", 0.05)
+    monkeypatch.setattr("transferd.storage.levels.stack.LOOK_UP_S", 0.05)
     top = MemoryStorage(memory_config(100 * NBYTES))
     middle = FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1)
     last = gated(MemoryStorage(memory_config(100 * NBYTES)), "last", asks=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -43,7 +44,6 @@ from transferd.storage.levels.keeping import LevelsKeeper
 from transferd.storage.levels.leaving import Leaving
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
-from transferd.storage.levels.look_ups import LookUps
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
 from transferd.storage.levels.proving import Proving
@@ -63,6 +63,7 @@ log = structlog.get_logger(__name__)
 THREADS = 2
 TOUCH_S = 0.1  # how long uses are collected before they are passed to the levels below
 MOST_TOUCHES = 16384
+LOOK_UP_S = 1.0  # how long a look-up waits for a level before any of its calls was measured
 CLOSE_S = 10.0  # how long a close waits for calls to levels that do not end
 
 
@@ -92,7 +93,6 @@ class LevelsStorage(Storage, Index, Levels):
         self._proving = Proving(parts, self._storing)
         self.write_backs += [WriteBack(level, parts, self._storing.settled) for level in self.all_levels[1:]]
         self._first = first
-        self._look_ups = LookUps(parts)
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at)
         self._leaving = Leaving(parts, self._storing, self._prefetcher, self._proving, self._sweep)
         self._touches: list[Item] = []
@@ -269,18 +269,49 @@ class LevelsStorage(Storage, Index, Levels):
 
     # --- look-ups -----------------------------------------------------------------------------------
 
+    # They copy nothing up. A level that fails, or does not answer in time, counts as having nothing.
+
     def find(self, names: Sequence[str], use: Use | None) -> list[bool] | None:
-        return self._look_ups.find(names, use)
+        each = [level.find(names, use) for level in self.all_levels if not level.out]
+        known = [there for there in each if there is not None]
+        found = [any(one) for one in zip(*known, strict=True)] if known else [False] * len(names)
+        return None if len(known) < len(each) and not all(found) else found
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Look up in all levels. A level that fails, or does not answer in time, counts as having nothing."""
-        return await self._look_ups.exists(names, Use())
+        return await self._look_up(names, now=False)
 
     async def exists_now(self, names: Sequence[str]) -> list[bool]:
-        return await self._look_ups.exists(names, Use(), now=True)
+        return await self._look_up(names, now=True)
+
+    async def _look_up(self, names: Sequence[str], *, now: bool) -> list[bool]:
+        """now: believe no recent "not there"."""
+        found, use = set[str](), Use()
+        for level in self.all_levels:
+            asked = names  # an index notes the use of all
+            if not level.known:
+                asked = [name for name in names if name not in found and (now or not level.absent(name))]
+            found.update(itertools.compress(asked, await self._here(level, asked, use)))
+        return [name in found for name in names]
 
     async def where(self, names: Sequence[str]) -> dict[str, list[bool]]:
-        return await self._look_ups.where(names)
+        return dict(zip(self.names, await every(self._here(level, names) for level in self.all_levels), strict=True))
+
+    async def _here(self, level: StoreLevel, names: Sequence[str], use: Use | None = None) -> list[bool]:
+        """The answers of one level."""
+        if level.out or level.lookups.out or not names:
+            return [False] * len(names)
+        if (there := level.find(names, use)) is not None:
+            return there
+        limit = level.lookups.limit()
+        asking = await level.lookups.wait(level.storage.exists(names), LOOK_UP_S if limit is None else limit)
+        if not asking.done():
+            self._parts.late.begin(asking)
+        if not asking.done() or isinstance(asking.exception(), StorageError):
+            return [False] * len(names)
+        there = [one and name not in level.hidden for name, one in zip(names, asking.result(), strict=True)]
+        for name, one in zip(names, there, strict=True):
+            (level.stored if one else level.missed)(name)
+        return there
 
     def having(self, name: str) -> int:
         return sum(1 << level.number for level in self.all_levels if level.seems_to_have(name))
