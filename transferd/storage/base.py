@@ -137,14 +137,14 @@ class Outcomes(list[Outcome]):
     returned: done when the caller has its slots back.
     """
 
-    def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[None]) -> None:
+    def __init__(self, outcomes: Iterable[Outcome], returned: asyncio.Future[Any]) -> None:
         super().__init__(outcomes)
         self.returned = returned
 
     @staticmethod
     def after(outcomes: list[Outcome], late: Collection[asyncio.Future[Any]]) -> list[Outcome]:
         """The outcomes of a call whose slots return when all of these have ended."""
-        return Outcomes(outcomes, asyncio.ensure_future(_ended(late))) if late else outcomes
+        return Outcomes(outcomes, asyncio.ensure_future(asyncio.wait(late))) if late else outcomes
 
 
 async def with_slots_back(call: Awaitable[list[Outcome]]) -> list[Outcome]:
@@ -153,10 +153,6 @@ async def with_slots_back(call: Awaitable[list[Outcome]]) -> list[Outcome]:
     if isinstance(outcomes, Outcomes):
         await asyncio.wait([outcomes.returned])
     return outcomes
-
-
-async def _ended(late: Collection[asyncio.Future[Any]]) -> None:
-    await asyncio.wait(late)
 
 
 class Index:

@@ -24,7 +24,7 @@ from asyncio import CancelledError, Future, get_running_loop
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -265,7 +265,7 @@ class JoinedStorage(FrontStorage):
     def __init__(self, storage: Storage, threads: Threads, inline_bytes: int = INLINE_BYTES) -> None:
         super().__init__(storage)
         self._loads = SingleFlight(storage.load, threads, inline_bytes)
-        self._stores = SingleFlight(self._put, threads, loads=False)
+        self._stores = SingleFlight(cast("Load", storage.store), threads, loads=False)  # always without a `fill`
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
@@ -276,9 +276,6 @@ class JoinedStorage(FrontStorage):
         if self.slots_at_once is not None:  # the backend joins stores of one name itself (indexed.py)
             return self._behind.store(items, fill, slots)
         return self._stores.run(items, None, slots)
-
-    def _put(self, items: Sequence[Item], _: Drainer | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return self._behind.store(items, None, slots)
 
     def statistics(self) -> dict[str, Any]:
         """The backend's statistics, plus the answers to riders and the number of objects that followed."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from transferd.errors import StorageError
-from transferd.runtime.aio import every
+from transferd.runtime.aio import every, resolve
 from transferd.runtime.threads import Direction
 from transferd.storage.base import LEFT, MISSING, Drainer, Found, Item, Outcome, Outcomes, with_slots_back
 from transferd.storage.levels.level import StoreLevel
@@ -59,7 +59,7 @@ class Taking:
         finally:  # `withdraw` waits for this, whatever the drain raised
             self.taken[i] = taken
             if self._over and (wake := self._wake) is not None:
-                wake.get_loop().call_soon_threadsafe(_set, wake)
+                wake.get_loop().call_soon_threadsafe(resolve, wake, None)
         return taken
 
     async def withdraw(self) -> list[int]:
@@ -79,11 +79,6 @@ class Taking:
             if all(i in self.taken or i in left for i in range(len(self._turns))):
                 return withdrawn
             await self._wake
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class StackLoad:

@@ -110,26 +110,27 @@ class Promotions:
 
     def begin(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer], born: int) -> None:
         """Store these above. Owns the buffers. born: the number of the latest purge when their load began."""
-        target = self.above(source)
-        names = [item.name for item in items]
-        forbids = self._copying.fences.forbids
-        fresh = [i for i, name in enumerate(names) if name not in self._coming and not forbids(name, born, source)]
+        target, forbids = self.above(source), self._copying.fences.forbids
+        fresh = [
+            (item, buffer.data)
+            for item, buffer in zip(items, buffers, strict=True)
+            if item.name not in self._coming and not forbids(item.name, born, source)
+        ]
         if target is None or not fresh:
             self.buffers.give_back(buffers)
             return
-        self._coming.update(names[i] for i in fresh)
-        self.running.begin(self._store(source, target, items, buffers, fresh, born))
+        self._coming.update(item.name for item, _ in fresh)
+        self.running.begin(self._store(source, target, fresh, buffers, born))
 
     async def _store(
         self,
         source: StoreLevel,
         target: StoreLevel,
-        items: Sequence[Item],
+        fresh: Sequence[tuple[Item, memoryview]],
         buffers: Sequence[Buffer],
-        fresh: Sequence[int],
         born: int,
     ) -> None:
-        above, slots = [items[i] for i in fresh], [buffers[i].data for i in fresh]
+        above, slots = [item for item, _ in fresh], [slot for _, slot in fresh]
         try:
             with contextlib.suppress(StorageError):  # a later use promotes them
                 copies = await self._copying.copy(above, [source] * len(above), slots, target, born)

@@ -69,7 +69,7 @@ class Sweep:
     def ended(self, name: str, level: StoreLevel, why: str) -> None:
         """Note that a copy to this level was given up, for this reason."""
         if why != "close" and self._parts.source(level, name) is not None:  # also if another owner's purge forbade it
-            self._remember(self._to(level), name)
+            self._remember(self._parts.write_backs[level.number - 1], name)
 
     def used(self, items: Iterable[Item]) -> None:
         """After uses: queue what lower levels lack, as far as little waits there."""
@@ -93,9 +93,6 @@ class Sweep:
                 self._start(back)
 
     # --- inside -------------------------------------------------------------------------------------
-
-    def _to(self, level: StoreLevel) -> WriteBack:
-        return next(back for back in self._lacking if back.level is level)
 
     def _asks(self, back: WriteBack, name: str, now: float) -> bool:
         """Whether to queue a copy of what was used: the level lacks it, or said long ago that it has it."""

@@ -38,6 +38,7 @@ import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.runtime.aio import resolve
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import StoreLevel
@@ -208,12 +209,10 @@ class WriteBack:
 
         If so, call `came` when their store has ended. A store that is alone always has room: the first level bounds it.
         """
-        loop = asyncio.get_running_loop()
-        until = loop.time() + within_s
-        while not self.fits(nbytes):
-            if self.refusal is not None or self._closing or (left := until - loop.time()) <= 0:
+        if not self.fits(nbytes):
+            await self._until(lambda: self.fits(nbytes) or self.refusal is not None or self._closing, within_s)
+            if not self.fits(nbytes):
                 return False
-            await self._change(left)
         self._coming += nbytes
         return True
 
@@ -296,15 +295,14 @@ class WriteBack:
         """Copy all that waits, for at most so long, without giving way. Ends at once if nothing can come of it."""
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
+
+        def ends() -> bool:
+            stands = self._task is None or self.takes_nothing is not None or self.level.out
+            return bool(stands) or until - loop.time() <= self._pace.left_s
+
         self._hurried += 1
         try:
-            while (
-                self._task is not None
-                and self.takes_nothing is None
-                and not self.level.out
-                and (left := until - loop.time()) > self._pace.left_s
-            ):
-                await self._change(left)
+            await self._until(ends, within_s)
         finally:
             self._hurried -= 1
 
@@ -331,7 +329,8 @@ class WriteBack:
                     if self._closing:
                         return
                     self._expire()
-                    await self._pause(max(self._pace.left_s, RETRY_S if self.level.out else 0.0))
+                    seconds = max(self._pace.left_s, RETRY_S if self.level.out else 0.0)
+                    await self._until(lambda: self._closing, seconds)
                 if not (self._closing or self._hurried or self._urgent):
                     await self._copying.traffic.quiet(
                         LEISURE_S if self.pending_bytes < MUCH * self._most else GIVE_WAY_S
@@ -345,12 +344,6 @@ class WriteBack:
         finally:
             self._task = None
             self._wake()
-
-    async def _pause(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + seconds
-        while not self._closing and (left := until - loop.time()) > 0:
-            await self._change(left)  # a close wakes it
 
     def _next(self) -> list[Unsaved]:
         queue = self._urgent or self._queue
@@ -487,8 +480,15 @@ class WriteBack:
 
     def _answer(self, one: Unsaved, error: StorageError | None) -> None:
         """Tell the tasks that wait for a copy: None if it was made."""
-        if (end := one.ends.pop(self.level.number, None)) is not None and not end.done():
-            end.set_result(error)
+        if (end := one.ends.pop(self.level.number, None)) is not None:
+            resolve(end, error)
+
+    async def _until(self, ends: Callable[[], bool], within_s: float) -> None:
+        """Wait until this is so, at most for so long."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + within_s
+        while not ends() and (left := until - loop.time()) > 0:
+            await self._change(left)
 
     async def _change(self, within_s: float | None = None) -> None:
         """Wait until a copy or a store has ended, the level has answered, or this closes; at most for so long."""
@@ -497,8 +497,8 @@ class WriteBack:
         await asyncio.wait([self._changed], timeout=within_s)
 
     def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        if self._changed is not None:
+            resolve(self._changed, None)
 
 
 def _why_lost(error: StorageError) -> str:
