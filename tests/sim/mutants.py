@@ -554,8 +554,8 @@ MUTANTS = (
     Mutant(
         "what is hidden in a bucket counts as there for a copy",
         "storage/levels/write_back.py",
-        "                if has and one.name not in self.level.hidden:",
-        "                if has:",
+        "            there = self.level.said(names, await self.level.storage.exists(names), asked)\n",
+        "            there = await self.level.storage.exists(names)\n",
         finder="store_world",
     ),
     Mutant(

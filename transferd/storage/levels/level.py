@@ -210,7 +210,7 @@ class StoreLevel:
         self.number = number
         self.name = name
         self.storage = storage  # perhaps behind others, which have its index
-        self.index = storage.index
+        self.index, self.shared = storage.index, storage.shared
         self.configure(section)
         self.loads, self.stores, self.lookups = Patience(now), Patience(now), Patience(now)
         self.counts: Counter[str] = Counter()
@@ -234,11 +234,6 @@ class StoreLevel:
     def opened(self) -> None:
         find = self.index.find
         self.known = find([], None) is not None and find([], Use(counts=False)) is not None
-
-    @property
-    def shared(self) -> bool:
-        """Whether other nodes can load its objects."""
-        return self.storage.shared
 
     @property
     def out(self) -> str:
@@ -331,6 +326,16 @@ class StoreLevel:
             self._hints.add(name, self._now() if at is None else at)
         if self.changed is not None:
             self.changed(name)
+
+    def said(self, names: Sequence[str], found: Sequence[bool], asked: float | None = None) -> list[bool]:
+        """Take up what it answers when it is asked for these. Returns which of them this node may use there.
+
+        asked: when it was asked, if not now.
+        """
+        there = [one and name not in self.hidden for name, one in zip(names, found, strict=True)]
+        for name, one in zip(names, there, strict=True):
+            self.stored(name, asked) if one else self.missed(name)
+        return there
 
     def unsettle(self, name: str) -> None:
         """Note that a level that is not `known` may not have it any more."""

@@ -26,7 +26,7 @@ from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.levels.write_back import GIVE_WAY_S, Carry
+from transferd.storage.levels.write_back import GIVE_WAY_S, PEEK, Carry
 from transferd.storage.lru import Use
 from transferd.storage.queues import AWAITED
 from transferd.storage.selection import Selection
@@ -84,7 +84,6 @@ class StackPrefetcher(Prefetcher):
         self.warming_bytes = 0  # that running warm-ups have yet to look at
         self._parts = parts
         self._quarantine_at = quarantine_at
-        self._peek = Use(counts=False)
         self._turn = asyncio.Lock()
         self._running = Background()
         self._kept: dict[str, Kept] = {}
@@ -258,7 +257,7 @@ class StackPrefetcher(Prefetcher):
         born = parts.fences.number
         parts.promotions.mark(names)
         try:
-            asked = [Item(item.name, item.nbytes, self._peek, item.depth) for item in items]
+            asked = [Item(item.name, item.nbytes, PEEK, item.depth) for item in items]
             outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
             found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]

@@ -56,10 +56,7 @@ class Proving:
                 held = iter(await self._watched(look))
                 there = [one and next(held) for one in there]
         else:
-            said = await self._watched(level.storage.exists(names))
-            there = [one and name not in level.hidden for name, one in zip(names, said, strict=True)]
-            for name, one in zip(names, there, strict=True):
-                level.stored(name, asked) if one else level.missed(name)
+            there = level.said(names, await self._watched(level.storage.exists(names)), asked)
         return [Proof(level.name, asked) if one else None for one in there]
 
     async def _watched(self, call: Any) -> list[bool]:

@@ -308,10 +308,7 @@ class LevelsStorage(Storage, Index, Levels):
             self._parts.late.begin(asking)
         if not asking.done() or isinstance(asking.exception(), StorageError):
             return [False] * len(names)
-        there = [one and name not in level.hidden for name, one in zip(names, asking.result(), strict=True)]
-        for name, one in zip(names, there, strict=True):
-            (level.stored if one else level.missed)(name)
-        return there
+        return level.said(names, asking.result())
 
     def having(self, name: str) -> int:
         return sum(1 << level.number for level in self.all_levels if level.seems_to_have(name))

@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import mmap
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import structlog
 
@@ -347,7 +347,7 @@ class WriteBack:
 
     def _next(self) -> list[Unsaved]:
         queue = self._urgent or self._queue
-        first = list(islice(queue.values(), self._pace.most))
+        first = list(itertools.islice(queue.values(), self._pace.most))
         batch = first[: self.carry.fitting([one.nbytes for one in first])]
         for one in batch:
             del queue[one.name]
@@ -416,13 +416,10 @@ class WriteBack:
         """Read the objects above, and write them here. Raises StorageError."""
         born, fences = self._copying.fences.number, self._copying.fences
         if asking := [one for one in batch if one.check]:
-            asked = self._now()
-            there = await self.level.storage.exists([one.name for one in asking])
-            for one, has in zip(asking, there, strict=True):
-                if has and one.name not in self.level.hidden:
-                    self._end(one, "", None, at=asked)
-                else:
-                    self.level.missed(one.name)
+            asked, names = self._now(), [one.name for one in asking]
+            there = self.level.said(names, await self.level.storage.exists(names), asked)
+            for one in itertools.compress(asking, there):
+                self._end(one, "", None, found=True)
             batch = [one for one in batch if one.name in self._running]
         if not batch:
             return
@@ -454,18 +451,17 @@ class WriteBack:
     async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes: dict[str, Outcome] = {}
         for source in dict.fromkeys([one.source for one in batch]):
-            its = [(one, slot) for one, slot in zip(batch, slots, strict=True) if one.source is source]
-            items = [Item(one.name, one.nbytes, PEEK) for one, _ in its]
+            items = [Item(one.name, one.nbytes, PEEK) for one in batch if one.source is source]
+            its = [slot for one, slot in zip(batch, slots, strict=True) if one.source is source]
             try:
-                load = source.storage.load(items, None, [slot for _, slot in its])
-                answers: Sequence[Outcome] = await with_slots_back(load)
+                answers: Sequence[Outcome] = await with_slots_back(source.storage.load(items, None, its))
             except StorageError as error:
                 answers = [Outcome(Found.FAILED, error)] * len(its)
-            outcomes.update(zip([one.name for one, _ in its], answers, strict=True))
+            outcomes.update((item.name, answer) for item, answer in zip(items, answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
-    def _end(self, one: Unsaved, why: str, error: StorageError | None, *, at: float | None = None) -> None:
-        """End a copy that was made (why is ""), or given up. at: when the level said that it has the object already."""
+    def _end(self, one: Unsaved, why: str, error: StorageError | None, *, found: bool = False) -> None:
+        """End a copy that was made (why is ""), or given up. found: the level has said that it has the object."""
         self._running.pop(one.name, None)
         self.pending_bytes -= one.nbytes
         if why:
@@ -473,7 +469,8 @@ class WriteBack:
             error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
         else:
             self.level.counts["copied"] += 1
-            self.level.wrote(one.name) if at is None else self.level.stored(one.name, at)
+            if not found:
+                self.level.wrote(one.name)
         self._answer(one, error if why else None)
         self._settled(one, self.level, why)
         self._wake()
