@@ -125,10 +125,12 @@ class Drainer(Protocol):
         """Take the complete object of item i. `data` is borrowed for this call. Returns whether it was taken."""
 
 
-def as_chain(items: Sequence[Item]) -> list[Item]:
-    """The items, each with a use and a depth. Items without a use are one chain, also if they are stored apart."""
-    alone = Use()
-    return [item if item.use is not None else Item(item.name, item.nbytes, alone, i) for i, item in enumerate(items)]
+def as_chain(items: Sequence[Item]) -> Sequence[Item]:
+    """The items, each with a use and a depth. If they have none, they are one chain, also if they are stored apart."""
+    if items and items[0].use is None:
+        alone = Use()
+        return [Item(item.name, item.nbytes, alone, i) for i, item in enumerate(items)]
+    return items
 
 
 class Outcomes(list[Outcome]):

@@ -48,7 +48,7 @@ class Kept:
 class StackBringing(Bringing):
     """One prefetch to a level. free_only: it keeps nothing, and evicts nothing."""
 
-    def __init__(self, owner: StackPrefetcher, level: StoreLevel, use: Use, *, free_only: bool = False) -> None:
+    def __init__(self, prefetches: StackPrefetcher, level: StoreLevel, use: Use, *, free_only: bool = False) -> None:
         self.level = level
         self.use = use
         self.free_only = free_only
@@ -56,56 +56,182 @@ class StackBringing(Bringing):
         self.error: TransferError | None = None
         self.stopped = False
         self.kept: set[str] = set()  # the names of objects that are not evicted because of it
-        self._owner = owner
+        self._all = prefetches
+        self._parts = prefetches.parts
 
     def bring(self, objects: Sequence[tuple[str, int, int]]) -> asyncio.Future[None]:
-        return self._owner.begin(self, [Item(name, nbytes, self.use, depth) for name, nbytes, depth in objects])
+        items = [Item(name, nbytes, self.use, depth) for name, nbytes, depth in objects]
+        return self._all.running.begin(self._bring(items))
 
     def stop(self) -> None:
         self.stopped = True
 
     def there(self, names: Sequence[str]) -> list[bool]:
-        return [self._owner.place(self.level, name) is not None for name in names]
+        return [self._all.place(self.level, name) is not None for name in names]
 
     def release(self) -> None:
-        self._owner.release(self)
+        for name in list(self.kept):
+            kept = self._all.kept[name]
+            self.kept.discard(name)
+            kept.by.discard(self)
+            if not kept.by:
+                self._all.let_go(name, kept, self.use)
+
+    def _keep(self, name: str, level: StoreLevel) -> None:
+        if self.free_only or self.stopped:
+            return
+        by = {self}
+        if (kept := self._all.kept.get(name)) is not None:  # perhaps in another level, or gone and brought again
+            by |= kept.by
+            self._all.let_go(name, kept, self.use)
+        nbytes = level.index.hold(name, AWAITED)
+        if nbytes is None:  # it has just left
+            return
+        self._all.kept[name] = Kept(level, nbytes, by)
+        self._all.kept_bytes[level] += nbytes
+        for each in by:
+            each.kept.add(name)
+
+    async def _bring(self, items: Sequence[Item]) -> None:
+        parts, left = self._parts, [item.name for item in items]
+        awaited = parts.promotions.awaited
+        awaited.update(left)
+        try:
+            if not self.free_only and not self._fits(self.level, sum(item.nbytes for item in items)):
+                await self._all.forget_gone(self.use)
+            for batch in _batches(items):
+                async with self._all.turn:
+                    if self.stopped or self._all.closing or isinstance(self.error, StorageFull):
+                        return
+                    await parts.traffic.quiet(GIVE_WAY_S)
+                    if any(parts.promotions.comes(item.name) for item in batch):
+                        await parts.promotions.running.ended()
+                    await parts.promotions.running.begin(self._batch(batch))
+                _take_off(awaited, left[: len(batch)])
+                left = left[len(batch) :]
+        except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
+            self.error = self.error or error
+        finally:
+            _take_off(awaited, left)
+
+    async def _batch(self, batch: Sequence[Item]) -> None:
+        """Raises StorageError."""
+        level, todo = self.level, []
+        if why := level.out_for_stores:
+            raise StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
+        for item in batch:
+            if (place := self._all.place(level, item.name)) is not None:
+                if self._fits(place, item.nbytes):
+                    self._keep(item.name, place)
+            elif not self._parts.promotions.comes(item.name):
+                todo.append(item)
+        for _ in self._parts.levels:  # a copy may be damaged, or its level too slow: then the next one
+            fitting = self._fitting(todo)
+            if fitting:
+                todo = await self._round(fitting)
+
+    def _fits(self, level: StoreLevel, nbytes: int) -> bool:
+        capacity = level.index.capacity
+        if self.free_only:
+            return nbytes <= (level.index.free or 0)
+        return capacity is None or self._all.kept_bytes[level] + nbytes <= MOST_KEPT * capacity
+
+    def _fitting(self, items: Sequence[Item]) -> list[Item]:
+        """The first of these, as many as there is room for."""
+        total = 0
+        for count, item in enumerate(items):
+            total += item.nbytes
+            if not self._fits(self.level, total):
+                what = f"the level {self.level.name} has no free room left"
+                if not self.free_only:
+                    what = f"prefetches may fill {MOST_KEPT:.0%} of the level {self.level.name}, and wait for their use"
+                self.error = self.error or StorageFull(what)
+                return list(items[:count])
+        return list(items)
+
+    async def _round(self, items: Sequence[Item]) -> list[Item]:
+        """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
+        parts, level, names = self._parts, self.level, [item.name for item in items]
+        slots = self._all.carry.slots([item.nbytes for item in items])
+        born = parts.fences.number
+        parts.promotions.mark(names)
+        try:
+            asked = [Item(item.name, item.nbytes, PEEK, item.depth) for item in items]
+            outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
+            found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
+            again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
+
+            def damages() -> list[int]:
+                return [i for i in found if _damaged(items[i].name, slots[i])]
+
+            damaged = await parts.threads.run(Direction.IN, damages, "checks of a prefetch") if found else []
+            for i in damaged:
+                await self._all.quarantine_at(names[i], outcomes[i].level)
+                again.append(items[i])
+            good = [
+                i
+                for i in found
+                if i not in damaged and not parts.fences.forbids(names[i], born, parts.levels[outcomes[i].level])
+            ]
+            self._note_errors(outcomes)
+            if good:
+                sources = [parts.levels[outcomes[i].level] for i in good]
+                await self._store([items[i] for i in good], [slots[i] for i in good], sources, born)
+            return again
+        finally:
+            parts.promotions.came(names)
+
+    def _note_errors(self, outcomes: Sequence[Outcome]) -> None:
+        """Why some of these did not come up, unless an earlier reason is known."""
+        dead = next((below for below in self._parts.levels[self.level.number + 1 :] if below.out), None)
+        if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
+            self.error = self.error or StorageUnavailable(f"the level {dead.name} cannot be used now: {dead.out}")
+        for outcome in outcomes:
+            if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
+                self.error = self.error or outcome.error
+
+    async def _store(
+        self, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[StoreLevel], born: int
+    ) -> None:
+        copies = await self._parts.copy(items, sources, slots, self.level, born)
+        for source, (item, answer, why) in zip(sources, copies, strict=True):
+            if answer.found in (Found.STORED, Found.EXISTS) and not why:
+                self._keep(item.name, self.level)
+            elif isinstance(answer.error, StorageError):
+                self.error = self.error or answer.error
+            if answer.found is Found.STORED and not why:
+                self.brought[item.name] = item.nbytes
+                self._parts.promotions.stored(item, source, self.level, "prefetched")
 
 
 class StackPrefetcher(Prefetcher):
     """All prefetches of a stack. quarantine_at: the stack's. Used on one loop."""
 
-    def __init__(
-        self,
-        parts: StackParts,
-        quarantine_at: Callable[[str, int], Awaitable[object]],
-    ) -> None:
+    def __init__(self, parts: StackParts, quarantine_at: Callable[[str, int], Awaitable[object]]) -> None:
         self.levels = [level.name for level in parts.levels]
         self.carry = Carry(parts.levels)
         self.warming_bytes = 0  # that running warm-ups have yet to look at
-        self._parts = parts
-        self._quarantine_at = quarantine_at
-        self._turn = asyncio.Lock()
-        self._running = Background()
-        self._kept: dict[str, Kept] = {}
-        self._kept_bytes: Counter[int] = Counter()  # by the level's number
-        self._closing = False
+        self.parts = parts
+        self.quarantine_at = quarantine_at
+        self.turn = asyncio.Lock()
+        self.running = Background()
+        self.kept: dict[str, Kept] = {}
+        self.kept_bytes: Counter[StoreLevel] = Counter()
+        self.closing = False
 
     # --- from outside -------------------------------------------------------------------------------
 
     def to(self, name: str, owner: Hashable, *, free_only: bool = False) -> StackBringing:
         """free_only: see StackBringing."""
-        level = self._parts.named(name)
+        level = self.parts.named(name)
         if not level.known:
             what = f"the level {name} does not know its own objects, so nothing can be kept there"
             raise RequestError(f"{what}: name a level above it", code="backend_cannot")
         return StackBringing(self, level, Use(owner=owner), free_only=free_only)
 
-    def begin(self, one: StackBringing, items: Sequence[Item]) -> asyncio.Future[None]:
-        return self._running.begin(self._bring(one, items))
-
     async def warm(self, selection: Selection, newest: int, to: str, owner: Hashable) -> Warmed:
         one = self.to(to, owner, free_only=True)
-        below = [level for level in self._parts.levels[one.level.number + 1 :] if level.known and not level.out]
+        below = [level for level in self.parts.levels[one.level.number + 1 :] if level.known and not level.out]
         if not below:
             what = f"no level below {to} knows which of its objects are the newest"
             raise RequestError(f"{what}: only files and memory do", code="backend_cannot")
@@ -134,180 +260,34 @@ class StackPrefetcher(Prefetcher):
 
     async def close(self) -> None:
         """End all. Call it before the levels close."""
-        self._closing = True
-        await self._running.settled()
+        self.closing = True
+        await self.running.settled()
 
     # --- what is kept -------------------------------------------------------------------------------
 
     def used(self, items: Iterable[Item]) -> None:
         """Note that these were used: from now on they are evicted like others."""
-        if not self._kept:
-            return
         for item in items:
-            if item.use is not None and (kept := self._kept.get(item.name)) is not None:
-                self._let_go(item.name, kept, item.use)
+            if item.use is not None and (kept := self.kept.get(item.name)) is not None:
+                self.let_go(item.name, kept, item.use)
 
-    def release(self, one: StackBringing) -> None:
-        for name in list(one.kept):
-            kept = self._kept[name]
-            one.kept.discard(name)
-            kept.by.discard(one)
-            if not kept.by:
-                self._let_go(name, kept, one.use)
-
-    def _let_go(self, name: str, kept: Kept, use: Use) -> None:
-        del self._kept[name]
+    def let_go(self, name: str, kept: Kept, use: Use) -> None:
+        del self.kept[name]
         for one in kept.by:
             one.kept.discard(name)
-        self._kept_bytes[kept.level.number] -= kept.nbytes
+        self.kept_bytes[kept.level] -= kept.nbytes
         kept.level.index.release(name, use, AWAITED)
 
-    def _keep(self, one: StackBringing, name: str, level: StoreLevel) -> None:
-        if one.free_only or one.stopped:
-            return
-        by = {one}
-        if (kept := self._kept.get(name)) is not None:  # perhaps in another level, or gone and brought again
-            by |= kept.by
-            self._let_go(name, kept, one.use)
-        nbytes = level.index.hold(name, AWAITED)
-        if nbytes is None:  # it has just left
-            return
-        self._kept[name] = Kept(level, nbytes, by)
-        self._kept_bytes[level.number] += nbytes
-        for each in by:
-            each.kept.add(name)
-
-    async def _forget_gone(self, use: Use) -> None:
+    async def forget_gone(self, use: Use) -> None:
         """Let go of what has left its level: purged, damaged, or with its medium."""
-        async for name, kept in in_turns(list(self._kept.items())):
-            if self._kept.get(name) is kept and kept.level.has([name]) != [True]:
-                self._let_go(name, kept, use)
-
-    def kept_bytes(self, level: StoreLevel) -> int:
-        return self._kept_bytes[level.number]
+        async for name, kept in in_turns(list(self.kept.items())):
+            if self.kept.get(name) is kept and kept.level.has([name]) != [True]:
+                self.let_go(name, kept, use)
 
     def place(self, level: StoreLevel, name: str) -> StoreLevel | None:
         """The first level down to this one that has an object."""
-        upto = self._parts.levels[: level.number + 1]
+        upto = self.parts.levels[: level.number + 1]
         return next((one for one in upto if not one.out and one.has([name]) == [True]), None)
-
-    # --- bringing -----------------------------------------------------------------------------------
-
-    async def _bring(self, one: StackBringing, items: Sequence[Item]) -> None:
-        parts, left = self._parts, [item.name for item in items]
-        awaited = parts.promotions.awaited
-        awaited.update(left)
-        try:
-            if not one.free_only and not self._fits(one, one.level, sum(item.nbytes for item in items)):
-                await self._forget_gone(one.use)
-            for batch in _batches(items):
-                async with self._turn:
-                    if one.stopped or self._closing or isinstance(one.error, StorageFull):
-                        return
-                    await parts.traffic.quiet(GIVE_WAY_S)
-                    if any(parts.promotions.comes(item.name) for item in batch):
-                        await parts.promotions.running.ended()
-                    await parts.promotions.running.begin(self._batch(one, batch))
-                _take_off(awaited, left[: len(batch)])
-                left = left[len(batch) :]
-        except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
-            one.error = one.error or error
-        finally:
-            _take_off(awaited, left)
-
-    async def _batch(self, one: StackBringing, batch: Sequence[Item]) -> None:
-        """Raises StorageError."""
-        level, todo = one.level, []
-        if why := level.out_for_stores:
-            raise StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
-        for item in batch:
-            if (place := self.place(level, item.name)) is not None:
-                if self._fits(one, place, item.nbytes):
-                    self._keep(one, item.name, place)
-            elif not self._parts.promotions.comes(item.name):
-                todo.append(item)
-        for _ in self._parts.levels:  # a copy may be damaged, or its level too slow: then the next one
-            fitting = self._fitting(one, todo)
-            if fitting:
-                todo = await self._round(one, fitting)
-
-    def _fits(self, one: StackBringing, level: StoreLevel, nbytes: int) -> bool:
-        capacity = level.index.capacity
-        if one.free_only:
-            return nbytes <= (level.index.free or 0)
-        return capacity is None or self._kept_bytes[level.number] + nbytes <= MOST_KEPT * capacity
-
-    def _fitting(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
-        """The first of these, as many as there is room for."""
-        total = 0
-        for count, item in enumerate(items):
-            total += item.nbytes
-            if not self._fits(one, one.level, total):
-                what = f"the level {one.level.name} has no free room left"
-                if not one.free_only:
-                    what = f"prefetches may fill {MOST_KEPT:.0%} of the level {one.level.name}, and wait for their use"
-                one.error = one.error or StorageFull(what)
-                return list(items[:count])
-        return list(items)
-
-    async def _round(self, one: StackBringing, items: Sequence[Item]) -> list[Item]:
-        """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
-        parts, level, names = self._parts, one.level, [item.name for item in items]
-        slots = self.carry.slots([item.nbytes for item in items])
-        born = parts.fences.number
-        parts.promotions.mark(names)
-        try:
-            asked = [Item(item.name, item.nbytes, PEEK, item.depth) for item in items]
-            outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
-            found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
-            again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
-
-            def damages() -> list[int]:
-                return [i for i in found if _damaged(items[i].name, slots[i])]
-
-            damaged = await parts.threads.run(Direction.IN, damages, "checks of a prefetch") if found else []
-            for i in damaged:
-                await self._quarantine_at(names[i], outcomes[i].level)
-                again.append(items[i])
-            good = [
-                i
-                for i in found
-                if i not in damaged and not parts.fences.forbids(names[i], born, parts.levels[outcomes[i].level])
-            ]
-            self._note_errors(one, outcomes)
-            if good:
-                sources = [parts.levels[outcomes[i].level] for i in good]
-                await self._store(one, [items[i] for i in good], [slots[i] for i in good], sources, born)
-            return again
-        finally:
-            parts.promotions.came(names)
-
-    def _note_errors(self, one: StackBringing, outcomes: Sequence[Outcome]) -> None:
-        """Why some of these did not come up, unless an earlier reason is known."""
-        dead = next((below for below in self._parts.levels[one.level.number + 1 :] if below.out), None)
-        if dead is not None and any(outcome.found is Found.MISSING for outcome in outcomes):
-            one.error = one.error or StorageUnavailable(f"the level {dead.name} cannot be used now: {dead.out}")
-        for outcome in outcomes:
-            if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
-                one.error = one.error or outcome.error
-
-    async def _store(
-        self,
-        one: StackBringing,
-        items: Sequence[Item],
-        slots: Sequence[memoryview],
-        sources: Sequence[StoreLevel],
-        born: int,
-    ) -> None:
-        copies = await self._parts.copy(items, sources, slots, one.level, born)
-        for source, (item, answer, why) in zip(sources, copies, strict=True):
-            if answer.found in (Found.STORED, Found.EXISTS) and not why:
-                self._keep(one, item.name, one.level)
-            elif isinstance(answer.error, StorageError):
-                one.error = one.error or answer.error
-            if answer.found is Found.STORED and not why:
-                one.brought[item.name] = item.nbytes
-                self._parts.promotions.stored(item, source, one.level, "prefetched")
 
 
 def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:

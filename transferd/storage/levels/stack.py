@@ -251,7 +251,8 @@ class LevelsStorage(Storage, Index, Levels):
             self._touch_now()
         elif not self._touching.awaited:
             self._touching.soon()
-        self._prefetcher.used(items)
+        if self._prefetcher.kept:
+            self._prefetcher.used(items)
         if self.unsaved:
             for item in items:
                 if (one := self.unsaved.get(item.name)) is not None and item.use is not None:
@@ -323,11 +324,12 @@ class LevelsStorage(Storage, Index, Levels):
             return [False] * len(names)
         there = level.find(names, use, stores=True)
         assert there is not None
-        if use is not None:
-            here = [(name, depth) for depth, (name, one) in enumerate(zip(names, there, strict=True), use.start) if one]
-            for name, depth in here:
-                self._storing.save(level, name, use, depth)
-            self._used([Item(name, 0, use, depth) for name, depth in here])
+        if use is not None and any(there):
+            here = itertools.compress(enumerate(names, use.start), there)
+            used = [Item(name, 0, use, depth) for depth, name in here]
+            for item in used:
+                self._storing.save(level, item.name, use, item.depth)
+            self._used(used)
         return there
 
     def owes(self, use: Use) -> bool:
@@ -396,8 +398,8 @@ class LevelsStorage(Storage, Index, Levels):
 
     async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes = await StackStore(self._storing, items, fill, slots).run()
-        good = [i for i, outcome in enumerate(outcomes) if outcome.found in (Found.STORED, Found.EXISTS)]
-        self._used([items[i] for i in good])
+        there = (Found.STORED, Found.EXISTS)
+        self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found in there])
         return outcomes
 
     # --- damage -------------------------------------------------------------------------------------
@@ -437,10 +439,10 @@ class LevelsStorage(Storage, Index, Levels):
         Objects and bytes: of the level with the most. Capacity: of the lowest level that has one.
         """
         kept = self._prefetcher.kept_bytes
-        backs = {one.level.number: (one.pending_bytes, kept(one.level), one.refuses) for one in self.write_backs}
+        backs = {one.level.number: (one.pending_bytes, kept[one.level], one.refuses) for one in self.write_backs}
         each = [level.storage.statistics() for level in self.all_levels]
         rows = [
-            level.statistics(found, *backs.get(level.number, (0, kept(level), "")))
+            level.statistics(found, *backs.get(level.number, (0, kept[level], "")))
             for level, found in zip(self.all_levels, each, strict=True)
         ]
         report = functools.reduce(added, each)
