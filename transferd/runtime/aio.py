@@ -49,8 +49,11 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
     raise InvariantError(f"{work!r} waited, but must not")
 
 
-def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Run a coroutine now, up to where it waits. Returns the future of its result, done if it did not wait."""
+def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Coroutine[Any, Any, T]:
+    """Run a coroutine now, up to where it waits. Returns a done future; or the rest, which goes on when it is awaited.
+
+    If nobody awaits the rest, it ends there: what outlives that must begin behind another wait.
+    """
     end: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     try:
         waits_for = work.send(None)
@@ -59,7 +62,7 @@ def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
     except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the result
         end.set_exception(error)
     else:
-        return asyncio.ensure_future(resumed(work, waits_for))
+        return resumed(work, waits_for)
     return end
 
 

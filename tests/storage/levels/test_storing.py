@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,18 @@ def well_again(first: GatedStorage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(level, "UNKNOWN_S", 60.0)
     monkeypatch.setattr(level, "FLOOR_S", 60.0)
     first.gate.set()
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+async def test_a_store_that_nobody_awaits_touches_no_slot(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, below = MemoryStorage(memory_config(100 * NBYTES)), MemoryStorage(memory_config(100 * NBYTES))
+    store = await open_storage(stack(first, gated(below, "below")))
+    monkeypatch.setattr(first, "_inline_bytes", 0)  # threads store it
+    call = store.storage.store([Item(NAMES[0], NBYTES)], None, [store.buffer(NBYTES)])
+    assert isinstance(call, Coroutine)
+    call.close()
+    assert await store.put((NAMES[1], content(1))) == [STORED]
+    assert first.find(NAMES[:2], None) == [False, True]
 
 
 async def test_a_store_goes_on_below_and_its_slots_return_when_the_call_has_ended(

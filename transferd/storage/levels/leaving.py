@@ -105,7 +105,8 @@ class Leaving:
         backs = [back for back in self._parts.write_backs if back.level is level]
         for back in backs:
             back.withdraw("drained")
-        await self._parts.stores.ended()  # those that began before store there still
+        if ends := self._parts.stores.ends:  # those that began before store there still
+            await asyncio.wait(set(ends))
         await self._parts.settled(backs)
         return await self._alone_of(level, await self._copy(level))
 

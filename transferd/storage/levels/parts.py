@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 from transferd.errors import RequestError
-from transferd.runtime.aio import Background
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Threads
 from transferd.storage.base import Item
@@ -14,6 +13,7 @@ from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
 from transferd.storage.levels.write_back import Unsaved, WriteBack
+from transferd.storage.running import RunningCalls
 
 SETTLE_S = 10.0  # how long a purge or a drain waits for copies between levels
 
@@ -31,7 +31,7 @@ class StackParts(Copying):
         self.promotions = Promotions(self)
         self.unsaved: dict[str, Unsaved] = {}
         self.write_backs: list[WriteBack] = []
-        self.stores = Background()
+        self.stores = RunningCalls()
 
     def named(self, name: str) -> StoreLevel:
         """Raises RequestError."""

@@ -393,8 +393,8 @@ class LevelsStorage(Storage, Index, Levels):
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Stores a few bytes in the first level's memory at once, and returns a done future."""
-        storing = self._parts.stores.begin(begun(self._store(as_chain(items), fill, slots)))
-        return storing if storing.done() else uncancelled(storing)
+        storing = begun(self._store(as_chain(items), fill, slots))
+        return storing if isinstance(storing, asyncio.Future) else uncancelled(storing)
 
     async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes = await StackStore(self._storing, items, fill, slots).run()

@@ -150,7 +150,7 @@ class StackStore:
         await self._wait_for_room(nbytes)
         self._born, todo = parts.fences.number, list(range(len(self._items)))
         try:
-            with parts.traffic:
+            with parts.stores.of([item.name for item in self._items]), parts.traffic:
                 for level in parts.levels:
                     if todo:
                         todo = await self._store_in(level, todo)
@@ -187,8 +187,10 @@ class StackStore:
         nbytes = sum([item.nbytes for item in items])
         if not level.known:
             level.overwrite_hidden(items)
-        limit = self._limit(level, items, nbytes)
-        storing = await level.stores.wait(level.storage.store(items, make, slots), limit, nbytes)
+        limit, call = self._limit(level, items, nbytes), level.storage.store(items, make, slots)
+        if not isinstance(call, asyncio.Future):
+            await asyncio.sleep(0)  # it begins only if somebody awaits this store, and so keeps the slots (aio.begun)
+        storing = await level.stores.wait(call, limit, nbytes)
         if not storing.done():
             self._leave(level, items, storing)
             if self._fill is None:
