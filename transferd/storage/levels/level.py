@@ -44,7 +44,7 @@ class Patience:
         self._samples: deque[float] = deque(maxlen=SAMPLES)  # seconds a MiB, or a call of less
         self._slow = 0  # calls in a row
         self._out_until = 0.0
-        self.slow_calls = 0
+        self.slow_calls = 0  # usually there are none, and so nothing else need be looked at
         self.hanging = 0  # calls that were too slow, and have not ended
 
     def limit(self, nbytes: int = 0) -> float | None:
@@ -240,7 +240,7 @@ class StoreLevel:
         """Why it is left out now; "" if it is not."""
         if self.drained:
             return "it was taken out"
-        return self.storage.unusable() or ("it is too slow" if self.loads.out else "")
+        return self.storage.unusable() or ("it is too slow" if self.loads.slow_calls and self.loads.out else "")
 
     @property
     def away(self) -> bool:
@@ -256,7 +256,7 @@ class StoreLevel:
         """Why no store goes here now; "" if stores do."""
         if out := self.out:
             return out
-        hang = self.stores.hanging or self.stores.out
+        hang = self.stores.slow_calls and (self.stores.hanging or self.stores.out)
         return "it is being taken out" if self.leaving else "stores to it do not end" if hang else ""
 
     @property

@@ -457,7 +457,7 @@ class WriteBack:
                 answers: Sequence[Outcome] = await with_slots_back(source.storage.load(items, None, its))
             except StorageError as error:
                 answers = [Outcome(Found.FAILED, error)] * len(its)
-            outcomes.update((item.name, answer) for item, answer in zip(items, answers, strict=True))
+            outcomes.update(zip([item.name for item in items], answers, strict=True))
         return [outcomes[one.name] for one in batch]
 
     def _end(self, one: Unsaved, why: str, error: StorageError | None, *, found: bool = False) -> None:
