@@ -12,7 +12,7 @@ from scripts.walk_task import Walk, walk_levels, walk_read, walk_write
 
 MOST_FILES_OF_A_WRITE = 35  # to storage in memory
 MOST_FILES_OF_A_READ = 40  # from storage in files
-MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 51, 570  # a write to memory above files, and its copy
+MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 50, 550  # a write to memory above files, and its copy
 
 
 @pytest.fixture(scope="module")
