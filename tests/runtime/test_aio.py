@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from transferd.errors import InvariantError
-from transferd.runtime.aio import answered, at_once, every, in_turns, resolve, resumed, run_until_stopped, uncancelled
+from transferd.runtime.aio import (
+    answered,
+    at_once,
+    begun,
+    every,
+    in_turns,
+    resolve,
+    resumed,
+    run_until_stopped,
+    uncancelled,
+)
 from transferd.runtime.compat import timeout
 
 Work = Callable[[], Coroutine[Any, Any, str]]
@@ -313,3 +323,31 @@ def test_a_loop_that_is_stopped_in_its_thread_cancels_what_is_left_and_is_closed
     thread.join(20)
     assert not thread.is_alive()
     assert (sorted(ended), loop.is_closed()) == (["bad", "good"], True)
+
+
+async def test_what_is_begun_is_done_unless_it_waits_and_goes_on_only_if_it_is_awaited() -> None:
+    steps = []
+
+    async def work(waits: bool, error: Exception | None = None) -> str:
+        steps.append("begun")
+        if waits:
+            await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        steps.append("ended")
+        return "result"
+
+    done = begun(work(False))
+    assert isinstance(done, asyncio.Future)
+    assert done.result() == "result"
+    failed = begun(work(False, KeyError("wrong")))
+    assert isinstance(failed, asyncio.Future)
+    with pytest.raises(KeyError, match="wrong"):
+        await failed
+    steps.clear()
+    rest = begun(work(True))
+    assert isinstance(rest, Coroutine)
+    await asyncio.sleep(0)
+    assert steps == ["begun"]
+    assert await rest == "result"
+    assert steps == ["begun", "ended"]

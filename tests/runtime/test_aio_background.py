@@ -86,3 +86,17 @@ async def test_a_waiter_that_is_cancelled_cancels_no_work() -> None:
     gate.set()
     await background.settled()
     assert work.result() is True
+
+
+async def test_those_that_run_now_are_waited_for_and_no_later_ones() -> None:
+    background, first, later = Background(), asyncio.Event(), asyncio.Event()
+    background.begin(first.wait())
+    ended = asyncio.ensure_future(background.ended())
+    await asyncio.sleep(0)
+    background.begin(later.wait())
+    first.set()
+    await ended
+    assert len(background) == 1
+    later.set()
+    await background.settled()
+    await background.ended()
