@@ -15,6 +15,7 @@ from typing import Any
 from transferd.runtime import compat
 
 Message = dict[str, Any]
+ACCEPT_TURNS = 8  # of the loop: from a connection that is there to its writer takes fewer
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class Keeper:
     async def close(self) -> None:
         """Stop listening, and close what is still open; best when the processes have ended."""
         self.let_go()
+        for _ in range(ACCEPT_TURNS):
+            await asyncio.sleep(0)
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
