@@ -71,7 +71,7 @@ def test_a_failure_is_noted_and_reported_in_one_short_line() -> None:
 
 
 def test_notes_can_be_read_while_another_thread_adds_more() -> None:
-    recorder = Recorder(capacity=4096)
+    recorder = Recorder(capacity=512)  # each look waits for the other thread while it goes through them
     end = threading.Event()
 
     def add() -> None:
