@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -75,9 +76,27 @@ def modules() -> Iterator[tuple[Path, str]]:
         yield path, ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All that a module says. Kept, because nearly every rule looks at each module."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
+
+
+def module_of(path: Path) -> ast.Module:
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forgotten_at_the_end() -> Iterator[None]:
+    yield
+    nodes.cache_clear()
+
+
 def imports(path: Path) -> Iterator[str]:
     """Modules of this package that a file imports anywhere, without the leading package name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transferd"):
             base = node.module.removeprefix("transferd").lstrip(".")
             if base:
@@ -122,7 +141,7 @@ def knows() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path, name in modules():
         known = graph[name.removesuffix(".__init__")] = set[str]()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transferd."):
                 base = node.module.removeprefix("transferd.")  # type: ignore[union-attr]
                 known.update(one if (one := f"{base}.{alias.name}") in names else base for alias in node.names)
@@ -179,7 +198,7 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
 )
 def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
     text = path.read_text()
-    tree = ast.parse(text)
+    tree = module_of(path)
     for pattern, reason in BANNED.items():
         code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
         found = re.search(pattern, _without_docstrings(tree, code))
@@ -187,7 +206,7 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
     assert ast.get_docstring(tree), f"{name} does not say what it is"
     lines = len(text.splitlines())
     assert lines <= LONGEST_FILE or path.name in LONG_FILES, f"{name} has {lines} lines: is it two nouns?"
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
             length = node.end_lineno - node.lineno + 1
             assert length <= LONGEST_FUNCTION, f"{name}.{node.name} has {length} lines"
@@ -199,7 +218,7 @@ def test_a_module_keeps_the_house_rules(path: Path, name: str) -> None:
 def test_a_small_file_with_one_importer_says_why_it_is_alone() -> None:
     importers: defaultdict[str, set[str]] = defaultdict(set)
     for path, name in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("transferd"):
                 base = node.module.removeprefix("transferd").lstrip(".")
                 for imported in (base, *(f"{base}.{alias.name}".lstrip(".") for alias in node.names)):
@@ -220,7 +239,7 @@ def test_a_module_gives_each_name_once() -> None:
     twice = {}
     for path, name in modules():
         names: Counter[str] = Counter()
-        for part in ast.parse(path.read_text()).body:
+        for part in module_of(path).body:
             if isinstance(part, ast.Assign):
                 names.update(target.id for target in part.targets if isinstance(target, ast.Name))
             elif isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -233,7 +252,7 @@ def test_a_module_gives_each_name_once() -> None:
 def test_a_class_name_means_one_thing() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, name in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             if isinstance(node, ast.ClassDef):
                 places[node.name.lstrip("_")].append(name)
     assert not {name: where for name, where in places.items() if len(where) > 1}
@@ -379,7 +398,7 @@ def test_nothing_is_decided_by_the_name_of_a_backend() -> None:
     for path, name in modules():
         if name in MAY_NAME_BACKENDS:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
             names = {one.value for side in sides for one in ast.walk(side) if isinstance(one, ast.Constant)} & BACKENDS
             if isinstance(node, ast.Tuple | ast.List | ast.Set):
