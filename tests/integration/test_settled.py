@@ -21,7 +21,7 @@ import pytest
 
 from tests.integration.caches import attach, snapshot
 from tests.integration.held_tasks import CHECK, GATES, HOST, KINDS, REACH_S, SOURCE, World, task_of, tree, world
-from tests.support.freezing import Freezer, freeze, thaw
+from tests.support.freezing import Freezer, freeze, noticed_soon, thaw
 from tests.support.waits import stats_until, until
 from transferd import (
     Client,
@@ -88,7 +88,8 @@ async def test_a_suspended_daemon_touches_no_block_after_the_settled_result(
         future = await given_up(here, kind)
         with suspended(how, here.daemon.pid) as resume:
             here.keeper.release()
-            result = await future
+            with noticed_soon():
+                result = await future
             assert result.error.code in LOST
             assert not result.settled
             assert here.client.unsettled == ["t"]
@@ -111,8 +112,9 @@ async def test_submit_of_settled_results_only_returns_when_the_daemon_is_awake(
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid) as resume:
             here.keeper.release()
-            await until(lambda: submitted.done() or not here.client.connected)
-            await until(lambda: submitted.done() or here.client.unsettled)
+            with noticed_soon():
+                await until(lambda: submitted.done() or not here.client.connected)
+                await until(lambda: submitted.done() or here.client.unsettled)
             assert not submitted.done()
             resume()
             result = await submitted
@@ -132,7 +134,8 @@ async def test_a_sync_client_gives_settled_results_only(tmp_path: Path, monkeypa
             await here.arrived()
             with suspended("SIGSTOP", here.daemon.pid) as resume:
                 here.keeper.release()
-                given = await asyncio.wrap_future(bounded)
+                with noticed_soon():
+                    given = await asyncio.wrap_future(bounded)
                 assert given.error is not None
                 assert (given.status, given.error.code, given.settled) == (Status.FAILED, "unsettled", False)
                 assert not started.done()
@@ -151,7 +154,8 @@ async def test_a_killed_daemon_settles_its_tasks_without_a_successor(
         future = await given_up(here, "read")
         with suspended("SIGSTOP", here.daemon.pid):
             here.keeper.release()
-            assert not (await future).settled
+            with noticed_soon():
+                assert not (await future).settled
             waiting = asyncio.ensure_future(here.client.settled("t"))
             os.kill(here.daemon.pid, signal.SIGKILL)
             assert await waiting
@@ -177,7 +181,8 @@ async def test_a_restarted_daemon_settles_the_tasks_of_the_one_before(
     async with world(tmp_path, monkeypatch) as here:
         future = await given_up(here, kind)
         with suspended("SIGSTOP", here.daemon.pid):
-            assert not (await future).settled
+            with noticed_soon():
+                assert not (await future).settled
             waiting = asyncio.ensure_future(here.client.settled("t"))
             here.daemon.kill()
         here.keeper.release()
@@ -202,7 +207,8 @@ async def test_a_daemon_that_is_seen_beside_its_successor_settles_nothing(
         future = await given_up(here, "read")
         with suspended("SIGSTOP", here.daemon.pid) as resume:
             here.keeper.release()
-            assert not (await future).settled
+            with noticed_soon():
+                assert not (await future).settled
             path = here.daemon.endpoint.removeprefix("ipc://")
             os.unlink(path)
             os.unlink(f"{path}.lock")
@@ -293,7 +299,7 @@ async def test_a_call_that_is_cancelled_while_the_daemon_is_suspended_ends_and_s
         with suspended("SIGSTOP", here.daemon.pid) as resume:
             here.keeper.release()
             submitted.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            with noticed_soon(), pytest.raises(asyncio.CancelledError):
                 await submitted
             assert here.client.unsettled == ["t"]
             assert "it is not known whether the daemon still touches its blocks" in caplog.text
@@ -354,7 +360,8 @@ async def test_many_tasks_of_a_suspended_daemon_settle_in_the_end(
         futures = [await here.client.push(task_of("read", f"t{i}")) for i in range(300)]
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid) as resume:
-            assert not any(result.settled for result in await asyncio.gather(*futures))
+            with noticed_soon():
+                assert not any(result.settled for result in await asyncio.gather(*futures))
             waiting = asyncio.gather(*(here.client.settled(f"t{i}") for i in range(300)))
             resume()
             await here.client.wait_ready(REACH_S)
@@ -437,7 +444,8 @@ async def test_fastdeploys_queue_answers_when_the_blocks_are_free(
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid) as resume:
             here.keeper.release()
-            await until(lambda: queue.client.unsettled or not queue.result_queue_empty())
+            with noticed_soon():
+                await until(lambda: queue.client.unsettled or not queue.result_queue_empty())
             assert queue.get_transfer_done_signal() is None
             resume()
             assert await asyncio.to_thread(queue.get_transfer_done_signal, REACH_S) is not None
@@ -459,7 +467,8 @@ async def test_fastdeploys_queue_never_frees_what_is_unsettled_after_its_bound(
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid):
             here.keeper.release()
-            await until(lambda: queue.transfer_result("f") is not None)
+            with noticed_soon():
+                await until(lambda: queue.transfer_result("f") is not None)
             told = queue.transfer_result("f")
             assert told is not None
             assert (told.error and told.error.code, told.settled) == ("unsettled", False)
@@ -488,7 +497,8 @@ async def test_vllms_link_answers_when_the_blocks_are_free(
         await here.arrived()
         with suspended("SIGSTOP", here.daemon.pid) as resume:
             here.keeper.release()
-            await until(lambda: not link.ready)
+            with noticed_soon():
+                await until(lambda: not link.ready)
             assert not ended
             resume()
             await until(lambda: ended)
@@ -520,7 +530,8 @@ async def test_a_daemon_in_another_pid_namespace_is_seen_by_its_socket(
         assert pid not in (0, here.daemon.pid)
         os.kill(pid, signal.SIGSTOP)
         here.keeper.release()
-        assert not (await future).settled
+        with noticed_soon():
+            assert not (await future).settled
         assert not await here.client.settled("t", timeout=0.2)
         waiting = asyncio.ensure_future(here.client.settled("t"))
         os.kill(pid, signal.SIGKILL)

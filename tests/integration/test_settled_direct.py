@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.integration.test_settled import stopping, suspended
 from transferd import HandoverFailed
 from transferd.cli.pool.master import master_executable
 from transferd.client import client as client_module
+from transferd.client import heartbeat
 
 pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
@@ -61,7 +63,8 @@ async def test_a_handover_that_is_cancelled_while_its_daemon_is_suspended(
         with suspended(how, here.daemon.pid) as resume:
             here.keeper.release()
             mine.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            # The other daemon runs, so its client shall not be hasty.
+            with mock.patch.object(heartbeat, "SLOW_S", 6.0), pytest.raises(asyncio.CancelledError):
                 await mine
             (task_id,) = here.client.unsettled
             assert not await here.client.settled(task_id, timeout=0.2)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 from tests.support.waits import wait_until
+from transferd.client import heartbeat
 
 
 def freeze(pid: int) -> None:
@@ -19,6 +22,16 @@ def freeze(pid: int) -> None:
 def thaw(pid: int) -> None:
     """SIGCONT: the process continues, with its connections."""
     os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def noticed_soon() -> Iterator[None]:
+    """Clients of this process give up a silent daemon after a second or two, and not after 5 or 16 s.
+
+    For a wait under a daemon that stands still, beside no other one: a busy daemon is silent for as long.
+    """
+    with mock.patch.object(heartbeat, "SILENCE_S", 0.5), mock.patch.object(heartbeat, "SLOW_S", 1.0):
+        yield
 
 
 class Freezer:
