@@ -89,7 +89,8 @@ def test_commands_ask_a_daemon_that_asks_for_keys(tmp_path: Path) -> None:
         for verb in ("ping", "stats"):
             assert transferd(verb, "--endpoint", endpoint, env=known).returncode == 0
         unknown = known | {"TRANSFERD_CURVE_KEY_FILE": stranger.client_secret}
-        done = transferd("ping", "--endpoint", endpoint, env=unknown)
+        # It waits for a key that is let in, as one may be added, and says why at the end.
+        done = transferd("ping", "--timeout", "10", "--endpoint", endpoint, env=unknown)
         assert done.returncode == 1
         assert "refuses this client's key" in done.stderr
         assert transferd("ping", "--endpoint", ipc, env=known).returncode == 0
