@@ -1,8 +1,8 @@
 """A client that runs as another user: imports as root, drops every privilege, then asks a daemon.
 
-    python as_user.py UID GID GROUPS ENDPOINT TIMEOUT ENGINE ACTION…    GROUPS: comma-separated, or "-"
+    python -m tests.integration.as_user UID GID GROUPS ENDPOINT TIMEOUT ENGINE ACTION…
 
-ENGINE: the engine that it says it speaks for; "" for the daemon's own.
+GROUPS: comma-separated, or "-". ENGINE: the engine that it says it speaks for; "" for the daemon's own.
 
 Prints one JSON object: each action and what came of it ("ok", or the code of the refusal), or
 {"connect": "connect_timeout"}. The imports come first because another user may not read this installation.

@@ -36,7 +36,7 @@ from transferd.wire import credentials
 from transferd.wire import protocol as wire
 from transferd.wire.transport import ZmqServerTransport
 
-AS_USER = Path(__file__).with_name("as_user.py")
+AS_USER = "tests.integration.as_user"
 ENGINE, OTHER, WATCHER = 61001, 61002, 61003  # uids that nobody has; a uid needs no name to be one
 GROUP = 62001
 TASK = SwapOutTask(task_id="t", gpu_block_ids=[1], cpu_block_ids=[2])
@@ -84,7 +84,7 @@ async def as_user(
     uid: int, endpoint: str, *actions: str, groups: str = "-", timeout: float = 10.0, engine: str = ""
 ) -> dict[str, str]:
     """What another user is told. timeout: for a user who is let in; one who is not is waited for that long."""
-    command = [AS_USER, uid, uid, groups, endpoint, timeout, engine, *actions]
+    command = ["-m", AS_USER, uid, uid, groups, endpoint, timeout, engine, *actions]
     process = await asyncio.create_subprocess_exec(sys.executable, *map(str, command), stdout=asyncio.subprocess.PIPE)
     out, _ = await wait_for(process.communicate(), 60)
     assert process.returncode == 0

@@ -1,6 +1,6 @@
 """An engine in a process of its own, which may run as another user and lends the daemon memory of many kinds.
 
-    python lender.py UID ENDPOINT ENGINE BLOCKS PAGE_BYTES
+    python -m tests.machine.hostile.lender UID ENDPOINT ENGINE BLOCKS PAGE_BYTES
 
 Reads one JSON list a line, [command, arguments…], and prints one JSON value for each: what came of it.
 """

@@ -30,7 +30,7 @@ from transferd.tiers.owner import as_data, this_process
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become other users")
 
-LENDER = Path(__file__).with_name("lender.py")
+LENDER = "tests.machine.hostile.lender"
 ALICE, BOB = 61021, 61022  # uids that nobody has; a uid needs no name to be one
 BLOCKS, PAGE = 8, 512 * 1024  # a block is larger than what is copied on the loop
 SHM = Path("/dev/shm")
@@ -49,7 +49,7 @@ class Engine:
         page: int = PAGE,
         before: tuple[str, ...] = (),
     ) -> None:
-        words = [sys.executable, LENDER, uid, endpoint, name, blocks, page]
+        words = [sys.executable, "-m", LENDER, uid, endpoint, name, blocks, page]
         self.process = subprocess.Popen(list(map(str, words)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == '"here"\n'
