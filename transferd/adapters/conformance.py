@@ -32,6 +32,7 @@ from transferd.tasks import ReadStorageTask, Status
 LOOK_S = 0.02
 ANSWER_S = 60.0  # a call of the adapter that takes longer is taken to hang
 LOOKUP_S = 15.0  # the longest look-up without an answer, because an engine's request waits for it
+SUSPENDED_S = 20.0  # a load that returns by then has been given up: the daemon is suspended
 USED_AGAIN_S = 60.0  # for the adapter to use a daemon that has come back
 KEYS = 12
 STALE, OTHERS = 0xA5, 0x5A  # fill blocks: before a load, and by the engine after it
@@ -331,7 +332,7 @@ def daemon_is_suspended(bench: Bench) -> None:
     daemon.signal(signal.SIGSTOP)
     try:
         load = AdapterCall.begin("load", lambda: sample.adapter.load(sample.keys, sample.targets))
-        early = load.returned(20.0)
+        early = load.returned(SUSPENDED_S)
         if early:
             sample.check_loaded(load.result())
             for block in sample.targets:  # the engine gives them to other requests
