@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -71,11 +72,10 @@ async def world(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 async def command(world: World, *arguments: str) -> str:
     """What a command prints."""
-    line = ("-m", "transferd", *arguments, "--endpoint", world.process.endpoint, "--timeout", "30")
-    made = await asyncio.create_subprocess_exec(sys.executable, *line, stdout=asyncio.subprocess.PIPE)
-    out, _ = await made.communicate()
-    assert made.returncode == 0
-    return out.decode()
+    line = [sys.executable, "-m", "transferd", *arguments, "--endpoint", world.process.endpoint, "--timeout", "30"]
+    # The event loop would start a process the usual way, which takes a second (tests/support/forks.py).
+    made = await asyncio.to_thread(subprocess.run, line, stdout=subprocess.PIPE, text=True, check=True)
+    return made.stdout
 
 
 async def test_every_view_shows_the_sum_over_engines(world: World) -> None:
