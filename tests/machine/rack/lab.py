@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from tests.support.impairment import CLEAN, Cable, End, Impairment, cable
 from transferd.cli.pool.local import Master
 from transferd.client.launch import DaemonProcess, start
 
+WHOLE = os.environ.get("RACK") == "whole"  # `make rack`; else the tests leave out what takes long and differs little
 TIMEOUT_S = 20.0
 NOBODY = "02:00:00:00:00:01"
 MASTER = "10.77.0.100"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import time
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.machine.rack.engine import engine
-from tests.machine.rack.lab import MASTER, Lab, LabMaster, laboratory
+from tests.machine.rack.lab import MASTER, WHOLE, Lab, LabMaster, laboratory
 from tests.machine.rack.test_leaving import CHAINS, PATIENCE_S, command, share_that_matches
 from tests.support.waits import stats_until, until
 from transferd import Status
@@ -69,7 +68,7 @@ def etcd(lab: Lab) -> Iterator[None]:
 
 
 CASES = {"memory mooncake": (("memory", "mooncake"), True), "alone": ((), True), "alone, without the log": ((), False)}
-FEW = len(CASES) if os.environ.get("RACK") == "whole" else 1  # each takes half a minute
+FEW = len(CASES) if WHOLE else 1  # each takes half a minute
 
 
 @pytest.mark.parametrize(("levels", "oplog"), list(CASES.values())[:FEW], ids=list(CASES)[:FEW])

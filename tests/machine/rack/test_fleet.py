@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.machine.rack.lab import WHOLE
 from transferd import Client
 from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
@@ -28,7 +28,7 @@ from transferd.tasks import TRACE_BLOCK_TOKENS
 
 SHARED_TRACE = Path(__file__).parents[4] / "shared" / "traces" / "conversation_trace.jsonl"
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("RACK") != "whole", reason="it takes minutes: `make rack` runs it"),
+    pytest.mark.skipif(not WHOLE, reason="it takes minutes: `make rack` runs it"),
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
     pytest.mark.skipif(not SHARED_TRACE.exists(), reason="the conversation trace is not on this machine"),
 ]

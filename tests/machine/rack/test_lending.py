@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.machine.rack.engine import Engine, engine
-from tests.machine.rack.lab import Lab, laboratory
+from tests.machine.rack.lab import WHOLE, Lab, laboratory
 from tests.machine.rack.test_leaving import CHAINS, PATIENCE_S, has_segments, share_that_matches
 from tests.support.waits import stats_until
 from transferd import Status
@@ -67,7 +67,9 @@ async def reading(reader: Engine, patience: float) -> AsyncIterator[list[Status]
     statuses += await running
 
 
-@pytest.mark.parametrize("levels", [(), ("memory", "mooncake")], ids=["alone", "memory mooncake"])
+@pytest.mark.parametrize(
+    "levels", [("memory", "mooncake"), *([()] if WHOLE else [])], ids=lambda levels: " ".join(levels) or "alone"
+)
 async def test_a_restarted_node_has_every_chain_and_the_others_read_it_meanwhile(
     tmp_path: Path, levels: tuple[str, ...]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.machine.rack.engine import Engine, engine
-from tests.machine.rack.lab import Lab, laboratory
+from tests.machine.rack.lab import WHOLE, Lab, laboratory
 from tests.machine.rack.test_leaving import has_segments
 from tests.support.freezing import freeze, thaw
 from tests.support.waits import stats_until
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(master_executable() is None, reason="mooncake-transfer-engine is not installed"),
     pytest.mark.one_loop,
 ]
-SHAPES = [("memory", "mooncake"), ("memory", "file", "mooncake")]
+SHAPES = [("memory", "file", "mooncake"), *([("memory", "mooncake")] if WHOLE else [])]
 THEIRS = {1: range(100, 112), 2: range(200, 212), 3: range(300, 312)}
 MORE = range(220, 224)  # of node 2
 

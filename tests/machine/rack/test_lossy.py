@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.machine.rack.engine import usual
-from tests.machine.rack.lab import laboratory
+from tests.machine.rack.lab import WHOLE, laboratory
 from tests.machine.rack.test_partition import THEIRS, rack
 from tests.support.impairment import Impairment
 from transferd import Status
@@ -56,7 +55,7 @@ async def test_a_node_far_away_is_waited_for_and_slows_no_other(tmp_path: Path) 
         assert (storage["breaker"], storage["peers_down"], storage["connections_cut"]) == ("closed", {}, 0)
 
 
-@pytest.mark.parametrize("impaired", BAD if os.environ.get("RACK") == "whole" else ["20 %"])
+@pytest.mark.parametrize("impaired", BAD if WHOLE else ["20 %"])
 async def test_a_node_that_loses_packets_costs_its_own_objects_at_most(tmp_path: Path, impaired: str) -> None:
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, 3, "--default_kv_lease_ttl=60s", lossy=(2,)))

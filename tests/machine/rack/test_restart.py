@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.machine.rack.engine import engine
-from tests.machine.rack.lab import laboratory
+from tests.machine.rack.lab import WHOLE, laboratory
 from tests.machine.rack.test_partition import ANSWER_S
 from transferd import Status
 from transferd.cli.pool.master import master_executable
@@ -27,7 +27,7 @@ BLOCKS, PACE_S = 2, 0.2
 POOL: dict[str, Any] = {"global_segment_size": "256MiB"}
 
 
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("copies", [1, 2] if WHOLE else [1])
 async def test_handovers_through_the_pool_go_on_after_a_kill_and_a_quick_restart(tmp_path: Path, copies: int) -> None:
     async with contextlib.AsyncExitStack() as stack:
         lab = stack.enter_context(laboratory(tmp_path, nodes=2))
