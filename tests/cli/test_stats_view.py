@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from rich.console import Console
 from transferd import SwapOutTask, SyncClient
 from transferd.cli.stats_view import view
 from transferd.client.launch import running
-from transferd.observability.concerns import Measured, Trouble, concerns, find
+from transferd.observability.concerns import Measured, Trouble, Watch, concerns, find
 from transferd.observability.figures import of_engine, together
-from transferd.observability.report import KindReport, LaneReport, RankReport, read
+from transferd.observability.report import KindReport, LaneReport, RankReport, Report, read
 
 
 def shown(report: dict[str, Any]) -> str:
@@ -50,21 +49,22 @@ def test_a_task_counts_once_for_all_ranks_and_engines_are_added() -> None:
 
 
 def texts(report: dict[str, Any]) -> list[str]:
-    """What a look at this report finds, as a daemon before concerns leaves it to the command."""
-    del report["concerns"]
-    return concerns(read(report))
+    """The lines for what a look at this report finds."""
+    watch = Watch()
+    watch.look(find(read(report)), 0.0)
+    return concerns(Report(concerns=watch.concerns(0.0)))
 
 
 def test_all_is_well_appears_only_without_concerns(report: dict[str, Any]) -> None:
     assert report["concerns"] == []
     assert "all is well" in shown(report)
     report["degraded"] = ["rank 0: staging memory is not pinned: no room"]
-    found = texts(copy.deepcopy(report))
-    report["concerns"] = [{"name": "degraded", "text": found[0], "action": "Raise it.", "for_s": 61.0, "times": 2}]
+    (found,) = find(read(report))
+    report["concerns"] = [{"name": "degraded", "text": found.text, "action": "Raise it.", "for_s": 61.0, "times": 2}]
     assert "all is well" not in shown(report)
     assert "! rank 0: staging memory is not pinned: no room" in shown(report)
     report["degraded"] += ["rank 0: a", "rank 1: staging memory is not pinned: no room", "[e] rank 0: a", "rank 12: a"]
-    assert [text.partition(": Raise")[0] for text in texts(report)] == [
+    assert [one.text for one in find(read(report))] == [
         "ranks 0, 1: staging memory is not pinned: no room", "ranks 0, 12: a", "[e] rank 0: a"
     ]  # fmt: skip
 

@@ -104,7 +104,7 @@ def test_a_screen_has_exactly_the_terminals_size_at_most(report: dict[str, Any],
 def test_the_parts_of_a_screen(report: dict[str, Any]) -> None:
     rows = [row("slow-one", seconds=2.5, storage_s=2.0, copy_s=0.1), row("quick", seconds=0.1)]
     report["storage"] |= {"breaker": "open"}
-    del report["concerns"]
+    report["concerns"] = [{"name": "storage_silent", "text": "storage file does not answer"}]
     text = "\n".join(line.plain for line in screen(Samples().add(read(report), rows), View(paused=True), 80, 24))
     assert "[paused]" in text
     assert "slow-one                 read     ok            2.5 s  storage 2.0 s, copy " in text

@@ -50,13 +50,13 @@ async def test_a_refused_reload_is_a_concern_until_one_succeeds() -> None:
     world.reload()
     report = world.daemon.report()
     assert report.reload_refused.startswith("log.level: expected one of")
-    assert "reload_refused" in [one.name for one in report.concerns or []]
+    assert "reload_refused" in [one.name for one in report.concerns]
     assert report.acts == []
     del world.tree["log"]
     world.reload()
     report = world.daemon.report()
     assert report.reload_refused == ""
-    assert "reload_refused" not in [one.name for one in report.concerns or []]
+    assert "reload_refused" not in [one.name for one in report.concerns]
     assert report.acts[0].what == "reload"
 
 

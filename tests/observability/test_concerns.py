@@ -20,8 +20,6 @@ from transferd.observability.report import (
     LevelReport,
     Report,
     StorageReport,
-    read,
-    tree,
 )
 from transferd.runtime.clock import Clock
 from transferd.tasks import RankResult, ReadStorageTask, Status, TaskResult, WriteStorageTask
@@ -97,12 +95,6 @@ def test_memory_that_nobody_needs_any_more_is_no_concern() -> None:
 def test_deadlines_that_were_missed_with_some_blocks_done_are_a_concern() -> None:
     (trouble,) = find(Report(ready=True, errors={"expired": 4}, tasks={"partial": 4, "expired": 1}))
     assert (trouble.name, trouble.total) == ("deadlines_missed", 4)
-
-
-def test_a_daemon_before_concerns_is_not_called_well() -> None:
-    old = tree(Report(ready=True, log_dropped=3))
-    assert "concerns" not in old
-    assert concerns(read(old)) == [f"3 log lines were lost: {CONCERNS['log_dropped'].remedy}"]
 
 
 def full(refused: int, gone: int = 0, *, short: bool = False) -> Report:
@@ -191,6 +183,6 @@ async def test_a_task_that_hangs_is_named_with_what_it_waits_for(
     assert world.names() == []
     world.now += 11
     assert world.names() == ["task_hangs"]
-    found = world.daemon.report().concerns[-1]  # type: ignore[index]
+    found = world.daemon.report().concerns[-1]
     assert "'slow one' of engine 'default' waits for rank 0, rank 1 put" in found.text
     engine.coordinator.close()

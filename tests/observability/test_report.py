@@ -153,8 +153,8 @@ async def test_extra_figures_of_a_custom_backend_stay_in_its_section(daemon: Dae
 
 
 def test_reports_of_older_and_newer_daemons_can_be_read() -> None:
-    older = {"version": "0.2.0", "boot_id": "b", "ranks": [{"rank": 0, "device": 0, "lanes": {"read": {"done": 3}}}]}
-    report = read(older | {"engines": {"e": {"fingerprint": "abc", "ready": True}}})
-    assert (report.ranks[0].lanes["read"].done, report.engines["e"].fingerprint) == (3, "abc")
+    older = {"version": "0.3.0", "boot_id": "b", "ranks": [{"rank": 0, "device": 0, "lanes": {"read": {"done": 3}}}]}
+    report = read(older | {"engines": {"e": {"fingerprint": {"digest": "abc"}, "ready": True}}})
+    assert (report.ranks[0].lanes["read"].done, report.engines["e"].fingerprint.digest) == (3, "abc")
     newer = tree(Report(version="9")) | {"moons": 4, "storage": {"backend": "tape", "reels": 2}}
     assert (read(newer).version, read(newer).storage.backend) == ("9", "tape")

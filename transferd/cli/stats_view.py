@@ -48,10 +48,7 @@ def engine_view(report: Report, name: str, width: int = 80) -> RenderableType:
 
 def fingerprint_of(engine: EngineReport) -> dict[str, Any]:
     """Model, generation, fingerprint, layout and facts of an engine, in the order in which to show them."""
-    found = engine.fingerprint
-    named: dict[str, Any] = {"model": engine.model, "generation": engine.generation}
-    if isinstance(found, str):  # a daemon of a version without facts
-        return {**named, "fingerprint": found}
+    found, named = engine.fingerprint, {"model": engine.model, "generation": engine.generation}
     return {**named, "fingerprint": found.digest, "layout": found.layout, **found.facts}
 
 
@@ -247,18 +244,13 @@ def hits(report: Report) -> Text:
 
 def outlook(report: Report, most: int = MOST_CONCERNS) -> list[Text]:
     """A line for each of the most urgent concerns, or that all is well."""
-    found = concerns(report)
-    if not found:
+    if not report.concerns:
         return [Text("all is well", style="green")]
-    lasting = report.concerns or []
-    kinds = [one.severity for one in lasting] if len(lasting) == len(found) else ["warning"] * len(found)
-    lines = [Text(f"! {text}", style=SEVERITIES.get(kind, "yellow")) for text, kind in zip(found, kinds, strict=True)]
-    more = len(lines) - most
-    return [
-        *lines[:most],
-        *(
-            [Text(f"  and {more} more: `transferd stats`" if most < MOST_CONCERNS else f"  and {more} more")]
-            if more > 0
-            else []
-        ),
+    lines = [
+        Text(f"! {text}", style=SEVERITIES.get(one.severity, "yellow"))
+        for text, one in zip(concerns(report), report.concerns, strict=True)
     ]
+    more = len(lines) - most
+    if more > 0:
+        lines[most:] = [Text(f"  and {more} more: `transferd stats`" if most < MOST_CONCERNS else f"  and {more} more")]
+    return lines

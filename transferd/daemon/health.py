@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Generator
 from typing import Any
 
-import msgspec
-
 from transferd.daemon.listing import Listing
 from transferd.daemon.stats import Parts, report_of
 from transferd.observability.concerns import EVERY_S, OLDEST_TASK_S, REMEMBERED_S, Measured, Watch, find
@@ -45,7 +43,8 @@ class HealthCheck:
         report.storage.hit_share_1min = self._history.hit_share(report, now)
         self._history.add(report, now)
         self._watch.look(find(report, self._measured()), now)
-        return msgspec.structs.replace(report, concerns=self._watch.concerns(now))
+        report.concerns = self._watch.concerns(now)
+        return report
 
     def history(self, engine: str = "") -> dict[str, list[Any]]:
         """The figures of the last minutes. engine: of this one's tasks; "" for all."""

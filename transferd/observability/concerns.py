@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import structlog
-from msgspec import UNSET
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.errors import one_line
@@ -371,9 +370,7 @@ class Watch:
 
 
 def concerns(report: Report) -> list[str]:
-    """The concerns of a report as lines for people. An older daemon's report has none: finds them in its figures."""
-    if report.concerns is UNSET:
-        return [one_line(f"{one.text}: {CONCERNS[one.name].remedy}") for one in find(report)]
+    """The concerns of a report as lines for people."""
     return [_line(one) for one in report.concerns]
 
 

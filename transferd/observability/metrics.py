@@ -93,7 +93,7 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
 def _of_report(report: Report, ready: bool) -> Iterator[Metric]:
     yield InfoMetricFamily("transferd_build", "the daemon's version", {"version": report.version})
     yield GaugeMetricFamily("transferd_ready", "whether every rank is ready and tasks are admitted", float(ready))
-    lasting = {one.name for one in report.concerns or ()}
+    lasting = {one.name for one in report.concerns}
     text = "1 while something is wrong, by what it is"
     concerns = {(name, one.severity): name in lasting for name, one in CONCERNS.items()}
     yield _family("gauge", "transferd_concern", text, ["concern", "severity"], concerns)

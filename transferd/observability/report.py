@@ -445,7 +445,7 @@ class EngineReport(TasksReport):
     returns: bool | None = None  # whether it comes back by itself after a restart; null if its clients do not say
     model: str = ""  # part of every key
     generation: str = ""  # weight version
-    fingerprint: FingerprintReport | str = msgspec.field(default_factory=FingerprintReport)
+    fingerprint: FingerprintReport = msgspec.field(default_factory=FingerprintReport)
     epoch: int = 0  # counts clears and restores of its memory
     missing: list[int] = []  # ranks without memory
     owners: list[int | None] = []  # for each rank, the process that offered its memory
@@ -510,7 +510,7 @@ class Report(TasksReport):
     endpoint: list[str] = []  # where it listens
     generation: str = ""  # weight version
     ranks: Annotated[list[RankReport], Sections("", {"engine": "engine", "rank": "rank"})] = []
-    concerns: list[ConcernReport] | UnsetType = UNSET  # the most urgent first; empty when all is well
+    concerns: list[ConcernReport] = []  # the most urgent first; empty when all is well
     errors: Annotated[Counts, Count("admitted tasks that ended with an error", "task_errors", "code", ERRORS)] = {}
     paused: bool = False  # a pause of [cache] is held
     draining: bool = False  # it stops, or a drain of [cache] is held

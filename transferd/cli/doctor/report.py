@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +18,8 @@ from transferd.cli.doctor.machine import Machine
 from transferd.cli.doctor.sharing import look_at, sharing
 from transferd.daemon import preflight
 from transferd.errors import ConfigError, TransferError, one_line
-from transferd.observability.concerns import CONCERNS, concerns, find
-from transferd.observability.report import Report, UsersReport, read
+from transferd.observability.concerns import CONCERNS, concerns
+from transferd.observability.report import EngineReport, Report, UsersReport, read
 from transferd.observability.units import size
 from transferd.runtime.version import VERSION
 
@@ -52,8 +51,8 @@ def running(there: AskedDaemon, device: str, compared: Sequence[str] = ()) -> li
     compared: names of engines, see `compare`. Raises ConfigError for a name that no engine has.
     """
 
-    async def question(client: Client) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        return await client.stats(), await client.clients()
+    async def question(client: Client) -> tuple[Report, list[dict[str, Any]]]:
+        return read(await client.stats()), await client.clients()
 
     try:
         report, clients = there.ask(question)
@@ -62,10 +61,9 @@ def running(there: AskedDaemon, device: str, compared: Sequence[str] = ()) -> li
         return [warn("daemon", str(error) or "no answer in time", remedy)]
     local = [row for row in clients if not row["observer"] and row["uid"] is not None and row["pid"] != os.getpid()]
     pids = list(dict.fromkeys(row["pid"] or 0 for row in local))  # without duplicates; 0: in another PID namespace
-    typed = read(report)
-    known = typed.pid  # an older daemon does not report it
+    known = report.pid  # an older daemon does not report it
     engines = [sharing(device, look_at(known), look_at(pid)) for pid in pids[:MOST_ENGINES] if known]
-    return [daemon(typed), *users(typed.users), *engines, *compare(report, compared)]
+    return [daemon(report), *users(report.users), *engines, *compare(report.engines, compared)]
 
 
 def users(found: UsersReport) -> list[Diagnosis]:
@@ -86,8 +84,7 @@ def daemon(report: Report) -> Diagnosis:
         troubles.insert(0, f"the daemon is {report.version}, this command {VERSION}")
         remedy = "restart the daemon after an upgrade; docs/operations.md says in which order"
     if troubles:
-        named = find(report) if report.concerns is UNSET else report.concerns
-        critical = any(one.name in CONCERNS and CONCERNS[one.name].severity == "critical" for one in named)
+        critical = any(one.name in CONCERNS and CONCERNS[one.name].severity == "critical" for one in report.concerns)
         return (fail if critical else warn)("daemon", "; ".join(troubles), remedy)
     return ok("daemon", f"{report.version}, ready, {report.server.clients} clients, all is well")
 
@@ -106,15 +103,13 @@ def table(findings: list[Diagnosis], *, one_line_each: bool = False) -> Table:
     return lines
 
 
-def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Diagnosis]:
+def compare(engines: Mapping[str, EngineReport], names: Sequence[str]) -> Iterator[Diagnosis]:
     """Compare engines of a daemon.
 
-    report: its stats().
     names: engines to compare with the first of them.
 
     Without names, every engine is compared with the first one of its model. Raises ConfigError for an unknown name.
     """
-    engines: Mapping[str, Any] = report.get("engines", {})
     if unknown := [name for name in names if name not in engines]:
         raise ConfigError("--engine", f"is not one of {', '.join(engines) or 'none'}", unknown[0])
     pairs = [(names[0], name) for name in names[1:]] if names else _pairs(engines)
@@ -122,16 +117,16 @@ def compare(report: Mapping[str, Any], names: Sequence[str]) -> Iterator[Diagnos
         yield _pair(one, engines[one], other, engines[other])
 
 
-def _pairs(engines: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _pairs(engines: Mapping[str, EngineReport]) -> list[tuple[str, str]]:
     first: dict[str, str] = {}
     pairs = []
     for name, engine in engines.items():
-        if (before := first.setdefault(engine["model"], name)) != name:
+        if (before := first.setdefault(engine.model, name)) != name:
             pairs.append((before, name))
     return pairs
 
 
-def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, Any]) -> Diagnosis:
+def _pair(one: str, first: EngineReport, other: str, second: EngineReport) -> Diagnosis:
     name, found = f"{one} and {other}", differences(_in_common(first), _in_common(second))
     if not found:
         return ok(name, "read each other's blocks")
@@ -139,10 +134,7 @@ def _pair(one: str, first: Mapping[str, Any], other: str, second: Mapping[str, A
     return ok(name, f"do not read each other's blocks: {'; '.join(found[:MOST_DIFFERENCES] + more)}")
 
 
-def _in_common(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """All that engines must have in common, from an engine's part of stats()."""
-    found = engine["fingerprint"]
-    named: dict[str, Any] = {key: engine[key] for key in ("model", "generation")}
-    if isinstance(found, str):  # a daemon of a version without facts
-        return named | {"fingerprint": found}
-    return {**named, "layout": found["layout"].partition(" facts=")[0], **found["facts"]}
+def _in_common(engine: EngineReport) -> dict[str, Any]:
+    """All that engines must have in common."""
+    found, named = engine.fingerprint, {"model": engine.model, "generation": engine.generation}
+    return {**named, "layout": found.layout.partition(" facts=")[0], **found.facts}
