@@ -8,7 +8,7 @@ from typing import Any
 from transferd.cli.doctor.machine import Machine
 from transferd.config import CacheSection, Config, outdated, to_tree
 from transferd.config.loading import leaves, takes_effect
-from transferd.config.toml import to_toml
+from transferd.config.toml import inline
 from transferd.daemon.preflight import Sizes, host_memory
 from transferd.errors import one_line
 from transferd.observability.units import size
@@ -85,9 +85,8 @@ def _chosen(config: Config, origins: Mapping[str, str]) -> Iterator[str]:
         yield from map(one_line, gone)
     yield ""
     yield "Settings that differ from the default, and their sources:" if chosen else "Every setting has its default."
-    settings = {key: _inline(value) for key, value in chosen.items()}
-    for key, value in settings.items():
-        yield f"{key} = {one_line(value)}   {one_line(_origin(key, origins))}"
+    for key, value in chosen.items():
+        yield f"{key} = {one_line(inline(value))}   {one_line(_origin(key, origins))}"
 
 
 def changed(config: Config) -> dict[str, Any]:
@@ -111,10 +110,3 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     while key not in origins and "." in key:
         key = key.rpartition(".")[0]
     return origins.get(key, "another setting")
-
-
-def _inline(value: Any) -> str:
-    """The value as TOML, in one line."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_inline, value))}]"
-    return to_toml({"v": value}).strip().removeprefix("v = ")

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
-import tomli_w
 
 from transferd.config.loading import of_tuning, section_in
 from transferd.config.sections import Config
-from transferd.config.size import Reserve, Size
+from transferd.config.size import Size
+from transferd.config.toml import inline
 
 # A value for each setting that is not set by default: what the file shows must be valid when it is uncommented.
 EXAMPLES: dict[str, Any] = {
@@ -67,23 +67,13 @@ def _setting(key: str, field: msgspec.structs.FieldInfo, comment: str, chosen: d
     if value is None:
         value, comment = EXAMPLES[key], f"(an example) {comment}"
     beside = f"  # {comment}" if comment else ""
-    return f"{mark}{field.name} = {_toml(value)}{beside}"
+    return f"{mark}{field.name} = {inline(str(value) if isinstance(value, Size) else value)}{beside}"
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
     if field.default_factory is not msgspec.NODEFAULT:
         return field.default_factory()
     return "" if field.default is msgspec.NODEFAULT else field.default
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{_toml(key)} = {_toml(one)}' for key, one in value.items())}}}"
-    plain = str(value) if isinstance(value, Size | Reserve) else value
-    text: str = tomli_w.dumps({"v": plain}).strip().removeprefix("v = ")
-    return text
 
 
 def _comments(kind: type[msgspec.Struct]) -> dict[str, str]:
