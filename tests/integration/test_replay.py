@@ -174,7 +174,7 @@ def test_the_text_report_is_for_people_and_shows_no_progress_bar_in_a_pipe(tmp_p
 
 
 def test_an_own_daemon_that_ends_badly_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TransferError, match=r"exit code -9"), own.own_daemon(None, 1, SMALL) as endpoint:
+    with pytest.raises(TransferError, match=r"exit code -9"), own.own_daemon(own.settings(None, 1, SMALL)) as endpoint:
         _kill_daemon_of(endpoint)
 
 
@@ -183,7 +183,7 @@ def test_shared_memory_left_behind_is_an_error() -> None:
     descriptors: list[int] = []
 
     def forget_something() -> None:
-        with own.own_daemon(None, 1, SMALL) as endpoint:
+        with own.own_daemon(own.settings(None, 1, SMALL)) as endpoint:
             left.append(DIRECTORY / f"{PREFIX}{_pid_of(endpoint)}.forgotten")
             descriptors.append(_created_and_locked(left[0]))
 

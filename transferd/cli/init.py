@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -63,10 +62,11 @@ def check(
 
 def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:
     """The settings that depend on the machine: one rank per GPU, and a capacity for the room on its disk."""
+    from transferd.cli.doctor.machine import Machine
     from transferd.config.size import Size
 
     gpus = _gpus(proc)
-    free = shutil.disk_usage(_existing(store)).free
+    _, free = Machine().space(store)
     chosen: dict[str, object] = {
         "server.endpoint": "ipc:///run/transferd/transferd.sock",
         "cache.ranks": gpus or 2,
@@ -83,10 +83,3 @@ def _gpus(proc: Path) -> int:
         return len(os.listdir(proc / "driver/nvidia/gpus"))
     except OSError:
         return 0
-
-
-def _existing(path: str) -> Path:
-    there = Path(path).absolute()
-    while not there.exists():
-        there = there.parent
-    return there

@@ -27,7 +27,7 @@ from rich.text import Text
 from transferd.cli.asking import await_ready, connected
 from transferd.cli.replay.engine import ReplayEngine, Tiers
 from transferd.cli.replay.kvdata import KvData
-from transferd.cli.replay.own import own_daemon
+from transferd.cli.replay.own import own_daemon, settings
 from transferd.cli.replay.report import ReplayReport
 from transferd.cli.replay.trace import TraceRequest
 from transferd.config import DEFAULT_ENGINE
@@ -110,6 +110,6 @@ def run(
 
     console = Console(file=sys.stderr, quiet=quiet)
     with contextlib.ExitStack() as stack:
-        at = endpoint or stack.enter_context(own_daemon(config, ranks, cache))
+        at = endpoint or stack.enter_context(own_daemon(settings(config, ranks, cache)))
         with Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(replay(at, requests, concurrency, console))

@@ -56,21 +56,13 @@ def settings(
 
 
 @contextlib.contextmanager
-def own_daemon(
-    config: Path | None,
-    ranks: int | None,
-    cache: Mapping[str, Any],
-    blocks: int | None = None,
-    backend: str | None = None,
-) -> Iterator[str]:
+def own_daemon(tree: dict[str, Any]) -> Iterator[str]:
     """Run a daemon while the context lasts; yield its endpoint. Then stop it with SIGTERM and remove its files.
 
-    The arguments are those of `settings`.
+    tree: from `settings`.
 
-    Raises ConfigError for a bad file, and TransferError if the daemon does not start, does not exit with code 0, or
-    leaves shared memory behind.
+    Raises TransferError if the daemon does not start, does not exit with code 0, or leaves shared memory behind.
     """
-    tree = settings(config, ranks, cache, blocks, backend)
     with tempfile.TemporaryDirectory(prefix="transferd-replay-") as directory:
         file = tree["storage"].setdefault("file", {})
         most = Capacities.parse(file.get("capacity", int(configuration.FileStorageSection().capacity)))

@@ -231,7 +231,7 @@ def _measure(level: str, config: Path | None, ranks: int | None) -> tuple[float,
     """The speed of host memory, and of a backend."""
     host: list[float] = []
     storage: list[float] = []
-    alone = own_daemon(config, ranks, {}, blocks=2 * BLOCKS, backend=level)
+    alone = own_daemon(settings(config, ranks, {}, blocks=2 * BLOCKS, backend=level))
     with alone as endpoint, SyncClient(endpoint) as client:
         stats = client.stats()
         if level == NO_BACKEND:
