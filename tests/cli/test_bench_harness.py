@@ -94,7 +94,7 @@ def test_the_control_benchmark_gives_every_row_a_limit_of_its_own(monkeypatch: p
         return round_trip_us(self, messages)
 
     monkeypatch.setattr(Echo, "round_trip_us", counted)
-    rows = control.run()
+    rows = list(control.run())
     assert echoes == 1 + 2 * 4 * RUNS, "a warm-up, then one beside each run of each latency row"
     for ranks in (1, 8):
         names = [r.name for r in rows if r.name.endswith(f"TP{ranks}")]
@@ -121,10 +121,10 @@ def test_wrong_bytes_end_the_copy_benchmark(monkeypatch: pytest.MonkeyPatch) -> 
     small = {"layers": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16}
     monkeypatch.setattr(copy, "LAYOUTS", {"small": small})
     monkeypatch.setattr(copy, "END_TO_END", ("small",))
-    assert len(copy.run()) == 4
+    assert len(list(copy.run())) == 4
     monkeypatch.setattr(KvData, "fill", wrong)
     with pytest.raises(InvariantError, match="wrong bytes"):
-        copy.run()
+        list(copy.run())
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from transferd import Status, SyncClient, TaskResult, WriteStorageTask
 from transferd.cli import main as command_line
 from transferd.cli.asking import INTERRUPTED, AskedDaemon
 from transferd.cli.bench import control
-from transferd.cli.bench.harness import OnRows, Row
+from transferd.cli.bench.harness import Row, Rows
 from transferd.cli.bench.storage import InProcess
 from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.trace import generated_workload
@@ -59,8 +59,8 @@ def test_verify_reports_the_objects_that_it_has_seen(tmp_path: Path) -> None:
 
 
 def test_a_benchmark_reports_the_rows_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(on_rows: OnRows) -> None:
-        on_rows([Row("first", 1.5, "µs", 1.0, "an echo", 0.0)])
+    def run() -> Rows:
+        yield Row("first", 1.5, "µs", 1.0, "an echo", 0.0)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(control, "run", run)

@@ -29,7 +29,7 @@ def test_a_benchmark_prints_rows_with_ratios_and_nothing_else(arguments: list[st
 
 def test_files_are_measured_in_a_store_with_room_and_in_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "RUNS", 1)
-    rows = storage.run("file")
+    rows = list(storage.run("file"))
     ours = [row.name.split(",")[0] for row in rows if "raw" not in row.name]
     assert ours == ["file write", "file read", "file (full) write", "file (full) read"]
     assert all(row.value > 0 for row in rows)
@@ -46,7 +46,7 @@ def test_small_objects_are_measured_in_a_full_store(monkeypatch: pytest.MonkeyPa
 def test_mooncake_is_measured_in_own_memory_and_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "RUNS", 1)
     monkeypatch.setattr(storage, "CACHE", storage.CACHE | {"layers": 1})
-    rows = storage.run("mooncake")
+    rows = list(storage.run("mooncake"))
     assert [row.limit_name for row in rows] == ["GB/s raw", "GB/s raw", "GB/s memcpy", "GB/s memcpy"] * 2
     assert [row.name.split(", ")[1] for row in rows[::4]] == ["own memory write", "another's memory by TCP write"]
     assert all(row.value > 0 for row in rows)

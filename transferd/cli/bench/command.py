@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,8 +10,6 @@ import typer
 from transferd.cli.asking import INTERRUPTED, Format, FormatOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transferd.cli.bench import harness
 
 app = typer.Typer(name="bench", help="Measure this machine against its own limits.", no_args_is_help=True)
@@ -21,7 +20,7 @@ def control(format_: FormatOption = Format.TEXT) -> None:
     """Measure the cost of a task besides moving its bytes, against a raw ZeroMQ echo."""
     from transferd.cli.bench import control as bench
 
-    _run("control", bench.run, format_)
+    _run("control", bench.run(), format_)
 
 
 @app.command()
@@ -32,7 +31,7 @@ def copy(
     """Measure swaps between device and host memory, against one memcpy; on a GPU, against one large pinned copy."""
     from transferd.cli.bench import copy as bench
 
-    _run("copy", lambda on_rows: bench.run(device, on_rows), format_, bench.gpu() if device == "cuda" else None)
+    _run("copy", bench.run(device), format_, bench.gpu() if device == "cuda" else None)
 
 
 @app.command()
@@ -43,15 +42,10 @@ def storage(
     """Measure writes and reads through a rank, against the backend's own raw calls."""
     from transferd.cli.bench import storage as bench
 
-    _run("storage", lambda on_rows: bench.run(backend, on_rows), format_)
+    _run("storage", bench.run(backend), format_)
 
 
-def _run(
-    name: str,
-    bench: Callable[[harness.OnRows], object],
-    format_: Format,
-    more: dict[str, object] | None = None,
-) -> None:
+def _run(name: str, measured: harness.Rows, format_: Format, more: dict[str, object] | None = None) -> None:
     """Measure, and print each new row on stderr; Ctrl-C reports the rows so far.
 
     more: facts about the machine, besides those that every benchmark reports.
@@ -64,14 +58,12 @@ def _run(
     rows: list[harness.Row] = []
     progress, interrupted = Console(stderr=True, quiet=format_ is Format.JSON, highlight=False), False
 
-    def on_rows(new: list[harness.Row]) -> None:
-        rows.extend(new)
-        for row in new:
-            progress.print(f"{row.name}: {row.value:.4g} {row.unit}", soft_wrap=True, markup=False)
-
     try:
-        with progress.status(f"measuring: {name}"):  # not a terminal: print only the rows
-            bench(on_rows)
+        # Where this is not a terminal, only the rows are printed.
+        with progress.status(f"measuring: {name}"), contextlib.closing(measured):
+            for row in measured:
+                rows.append(row)
+                progress.print(f"{row.name}: {row.value:.4g} {row.unit}", soft_wrap=True, markup=False)
     except KeyboardInterrupt:
         interrupted = True
     tree = harness.report(name, before, rows) | ({"interrupted": True} if interrupted else {})

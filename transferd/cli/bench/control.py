@@ -20,7 +20,7 @@ from pathlib import Path
 
 import zmq
 
-from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row
+from transferd.cli.bench.harness import RUNS, Row, Rows, row
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import DaemonProcess, running
@@ -39,17 +39,14 @@ BLOCKS = 64  # the device blocks that swaps use
 TARGET = BLOCKS  # the device block that reads fill
 
 
-def run(on_rows: OnRows = ignore) -> list[Row]:
+def run() -> Rows:
     """Measure all rows; takes about a minute."""
     with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory, echo(Path(directory)) as limit:
         limit.round_trip_us(TASKS)  # warm-up
-        rows: list[Row] = []
         for ranks in (1, 8):
             with running(config(ranks), Path(directory), name=f"tp{ranks}") as daemon:
                 new = asyncio.run(_measure(daemon, ranks, limit))
-            on_rows(new)
-            rows += new
-        return rows
+            yield from new
 
 
 def config(ranks: int) -> dict[str, dict[str, object]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.layout import BlockLayout, build_layout
-from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
+from transferd.cli.bench.harness import RUNS, Row, Rows, row, timed
 from transferd.cli.replay.kvdata import KvData
 from transferd.client.client import Client
 from transferd.client.launch import running
@@ -48,21 +48,17 @@ LAYOUTS: dict[str, dict[str, object]] = {
 END_TO_END = ("GQA 4 layers x 16 KiB", "GQA 80 layers x 16 KiB", "MLA 61 layers x 72 KiB")
 
 
-def run(device: str = "shm", on_rows: OnRows = ignore) -> list[Row]:
+def run(device: str = "shm") -> Rows:
     """Measure both directions of every layout with random block ids, and compare every byte afterwards."""
-    rows: list[Row] = []
     for name, cache in LAYOUTS.items():
-        on_rows(new := asyncio.run(_layout(name, cache, device)))
-        rows += new
+        yield from asyncio.run(_layout(name, cache, device))
     if device == "shm":  # another process can attach it
         for name in END_TO_END:
             with tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory:
                 tree = {"cache": LAYOUTS[name] | _pool(device), "storage": {"backend": "none"}}
                 with running(tree, Path(directory)) as daemon:
                     new = asyncio.run(_tasks(name, daemon.endpoint))
-            on_rows(new)
-            rows += new
-    return rows
+            yield from new
 
 
 def gpu() -> dict[str, object]:

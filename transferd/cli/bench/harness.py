@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from rich.table import Table
 from transferd.cli.terminal import stdout
 
 RUNS = 5
-
-OnRows = Callable[[list["Row"]], None]  # called with rows as soon as they are measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +38,14 @@ class Row:
         return asdict(self) | {"ratio": self.ratio}
 
 
+Rows = Generator[Row, None, None]  # of a benchmark, each as soon as it is measured
+
+
 def timed(work: Callable[[], object]) -> float:
     """The seconds that a call takes."""
     before = time.perf_counter()
     work()
     return time.perf_counter() - before
-
-
-def ignore(_: list[Row]) -> None:
-    """An `OnRows` that does nothing."""
 
 
 def row(name: str, values: Sequence[float], unit: str, limit: float, limit_name: str) -> Row:

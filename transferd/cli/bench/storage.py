@@ -19,7 +19,7 @@ import numpy as np
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import build_layout
-from transferd.cli.bench.harness import RUNS, OnRows, Row, ignore, row, timed
+from transferd.cli.bench.harness import RUNS, Row, Rows, row, timed
 from transferd.cli.bench.subject import OBJECTS, Raw, Subject, counted_in_files
 from transferd.cli.replay.kvdata import KvData
 from transferd.config import from_tree
@@ -63,18 +63,15 @@ class InProcess(ServerTransport):
         return result
 
 
-def run(backend: str, on_rows: OnRows = ignore) -> list[Row]:
+def run(backend: str) -> Rows:
     """Rows of one backend. Raises ConfigError if it cannot run here."""
     map_files()  # as `transferd serve` does
     with (
         tempfile.TemporaryDirectory(prefix="transferd-bench-") as directory,
         _subjects(backend, Path(directory)) as subjects,
     ):
-        rows: list[Row] = []
         for subject in subjects:
-            on_rows(new := measure(subject))
-            rows += new
-        return rows
+            yield from measure(subject)
 
 
 def measure(subject: Subject) -> list[Row]:
