@@ -11,11 +11,6 @@ from transferd.cli.asking import AskedDaemon, asks
 app = typer.Typer(name="generation", help="The generation of the weights that an engine serves.", no_args_is_help=True)
 
 
-@app.callback()
-def generation() -> None:
-    """The generation of the weights that an engine serves."""
-
-
 @app.command("set")
 @asks(timeout=30.0)
 def set_(

@@ -22,11 +22,6 @@ STORE_SHARE = 0.5  # the share of the free space to begin with: others write to 
 GIB = 1024**3
 
 
-@app.callback()
-def config() -> None:
-    """Make a configuration file, or check it."""
-
-
 @app.command()
 def init(
     path: Annotated[

@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from transferd.adapters.common.companion import ENDPOINT_VARIABLE
 from transferd.adapters.common.directories import started_daemons
 from transferd.adapters.common.packaged import nobody_listens
@@ -13,7 +15,7 @@ from transferd.adapters.fastdeploy.companion import load_sections
 from transferd.adapters.fastdeploy.words import storage_in_words, storage_settings
 from transferd.cli.doctor.checks import PLUGINS, Diagnosis, fail, mooncake_problem, ok, warn
 from transferd.cli.doctor.machine import Machine
-from transferd.config import Config, MooncakeStorageSection
+from transferd.config import Config
 from transferd.config.sections import DEFAULT_ENDPOINT
 from transferd.errors import ConfigError
 from transferd.runtime.address import host_and_port
@@ -39,7 +41,10 @@ def plans(machine: Machine, backend: str) -> Iterator[Diagnosis]:
         yield fail(f"{NAME}'s storage", str(error), "correct that variable")
         return
     shared = any(kind.shared for kind in backends_of(config))
-    yield _pool(machine, config) if shared else _stored(config)
+    if shared:
+        yield _pool(machine, config)
+    else:
+        yield ok(f"{NAME}'s storage", storage_in_words(config) or "none: blocks are kept in the CPU cache only")
 
 
 def _version(machine: Machine) -> Diagnosis:
@@ -72,10 +77,6 @@ def _daemon(machine: Machine) -> Diagnosis:
     return ok(name, "none runs: the first engine starts one, and it ends with the last engine")
 
 
-def _stored(config: Config) -> Diagnosis:
-    return ok(f"{NAME}'s storage", storage_in_words(config) or "none: blocks are kept in the CPU cache only")
-
-
 def _pool(machine: Machine, config: Config) -> Diagnosis:
     """Whether the master answers, and by which address other nodes will reach this one."""
     name, pool = f"{NAME}'s storage", config.storage.mooncake
@@ -89,16 +90,10 @@ def _pool(machine: Machine, config: Config) -> Diagnosis:
         pool = reachable(pool, None if target is None else _ends(*target))
     except (ConfigError, OSError) as error:
         return fail(name, str(error), "correct MOONCAKE_… or the configuration")
-    return ok(name, f"{storage_in_words(_with(config, pool))}; the master answers")
+    reached = replace(config, storage=replace(config.storage, mooncake=pool))
+    return ok(name, f"{storage_in_words(reached)}; the master answers")
 
 
 def _ends(host: str, port: int) -> Dialled:
     with socket.create_connection((host, port), 2.0) as connection:
         return Dialled(connection.getsockname()[0], connection.getpeername()[0])
-
-
-def _with(config: Config, pool: MooncakeStorageSection) -> Config:
-    import msgspec
-
-    storage = msgspec.structs.replace(config.storage, mooncake=pool)
-    return msgspec.structs.replace(config, storage=storage)
