@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from scripts import watched
 from tests.observability.test_metrics import NoTransport
+from tests.support.exposed import exposed
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from transferd.config import from_tree
 from transferd.config.size import Size
@@ -49,7 +50,7 @@ async def expositions(tmp_path: Path) -> list[str]:
     pool._copies._missing = 3  # unknown before the first look
     for config, storage in ((filed, None), (pooled, pool)):
         daemon = Daemon(config, transport=NoTransport(), storage=storage)
-        pages.append(daemon.reports.metrics().decode())
+        pages.append(exposed(daemon))
         await daemon.stop(lambda: 5.0)
     return pages
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import structlog.testing
 
+from tests.support.exposed import exposed
 from transferd.config import from_tree
 from transferd.daemon.daemon import Daemon
 from transferd.observability.concerns import CONCERNS, Trouble, Watch, concerns, find
@@ -162,7 +163,7 @@ async def test_storage_that_is_slow_for_the_last_minute_is_a_concern(tmp_path: P
     for _ in range(4):
         end(3.0)
     assert world.names() == ["storage_slow"]
-    page = world.daemon.reports.metrics().decode()
+    page = exposed(world.daemon)
     assert 'transferd_concern{concern="storage_slow",severity="warning"} 1.0' in page
     assert 'transferd_concern{concern="disk_full",severity="warning"} 0.0' in page
     world.now += 61

@@ -18,6 +18,7 @@ import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.exposed import exposed
 from tests.support.named_peers import NamedPeers
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
@@ -353,14 +354,14 @@ async def test_a_missed_deadline_is_counted_by_what_took_the_time(
     task = SwapInTask(task_id="t", gpu_block_ids=[], cpu_block_ids=[])
     late = ErrorInfo("expired", "too late")
     daemon.tasks.ended("default", task, TaskResult(task_id="t", status=Status.EXPIRED, ranks=ranks, error=late))
-    page = daemon.reports.metrics().decode()
+    page = exposed(daemon)
     found = re.findall(r'transferd_deadlines_missed_total{cause="(\w+)",engine="default",kind="swap_in"} (\d)', page)
     assert dict(found) == dict.fromkeys(MISSED, "0") | {cause: "1"}
 
 
 async def test_promised_metrics_exist_from_the_start_at_0(daemon: Daemon) -> None:
     samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(daemon.reports.metrics().decode()):
+    for family in text_string_to_metric_families(exposed(daemon)):
         for sample in family.samples:
             samples.setdefault(sample.name, []).append((sample.labels, sample.value))
     zero = "task_duration_seconds_count stage_seconds_total barrier_skew_seconds_total deadlines_missed_total"
@@ -377,7 +378,7 @@ async def test_promised_metrics_exist_from_the_start_at_0(daemon: Daemon) -> Non
         ("device_cache", "peer_staging", "stored_objects", "carried", "task_arguments", "results"), 0
     )
     await daemon.default.cache.open()
-    page = daemon.reports.metrics().decode()
+    page = exposed(daemon)
     (made,) = re.findall(r'transferd_memory_bytes{owner="device_cache"} (\S+)', page)
     assert float(made) == 2 * device_bytes(daemon.default.layout)
 
@@ -440,7 +441,7 @@ async def test_a_pools_own_counts_and_its_availability_are_metrics() -> None:
     pooled = Daemon(config, transport=NoTransport(), storage=MooncakeStorage.from_config(config, set_up=pool.set_up))
 
     def storage_samples() -> dict[str, float]:
-        families = text_string_to_metric_families(pooled.reports.metrics().decode())
+        families = text_string_to_metric_families(exposed(pooled))
         return {s.name: s.value for f in families for s in f.samples if s.labels.get("backend") == "mooncake"}
 
     await pooled.open()
@@ -486,7 +487,7 @@ async def test_every_metric_is_listed_in_the_docs(daemon: Daemon) -> None:
         for part in re.split(r"(?<=_)\{([a-z_,]+)\}", written):  # braces after `_` are parts of names, others labels
             names = [one + other for one in names for other in part.partition("{")[0].split(",")]
         listed.update(one.removesuffix("_total") for one in names)
-    page = daemon.reports.metrics().decode()
+    page = exposed(daemon)
     exported = {family.name for family in text_string_to_metric_families(page) if family.name.startswith("transferd_")}
     assert len(exported) > 40
     assert exported - listed == set()

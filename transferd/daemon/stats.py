@@ -18,7 +18,7 @@ from transferd.daemon.preflight import device_bytes
 from transferd.daemon.server import Server
 from transferd.observability import logs
 from transferd.observability import report as rows
-from transferd.observability.figures import Kinds, added, of_engine, together, with_rates
+from transferd.observability.figures import Kinds, added, of_engine, together
 from transferd.observability.report import Report
 from transferd.observability.task_log import Windows
 from transferd.observability.traces import Traces
@@ -70,13 +70,13 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         kinds[engine] = of_engine(ranks[engine])
         found[engine] = _engine(engine, dispatch, parts, kinds[engine], storage)
         yield
-    all_tasks, server, lines = list(each.values()), parts.server.statistics(), logs.statistics()
+    all_tasks, server = list(each.values()), parts.server.statistics()
     lanes = together([*kinds.values(), departed.lanes])
     for name, kind in lanes.items():
         yield
-        with_rates(kind, parts.windows.recent(None, name))
+        parts.windows.recent(None, name, kind)
     yield
-    totals = _total(parts.windows, lanes)
+    totals = parts.windows.recent(report=added(lanes.values()))
     turned_away = departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
     yield
     sums = {name: sum(getattr(one, name) for one in all_tasks) for name in SUMS}
@@ -123,8 +123,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         acts=parts.engines.acts.report(),
         reload_refused=parts.engines.acts.reload_refused,
-        log_dropped=lines["log_dropped"],
-        log_left_out=lines["log_left_out"],
+        **logs.statistics(),
         **_of_own_engine(parts, own, each),
     )
 
@@ -159,16 +158,12 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
     return rows.UsersReport(told_apart=not why, hidden_as=hidden_uid(), why=why)
 
 
-def _total(windows: Windows, kinds: Kinds, engine: str | None = None) -> rows.KindReport:
-    return with_rates(added(kinds.values()), windows.recent(engine))
-
-
 def _engine(
     engine: HostedEngine, dispatch: DispatchStatistics, parts: Parts, kinds: Kinds, storage: rows.StorageReport
 ) -> rows.EngineReport:
     cache, traffic, log = engine.cache, engine.shared.traffic, engine.shared.tasks
     unattached, unattached_s = engine.unattached()
-    totals = _total(parts.windows, kinds, engine.name)
+    totals = parts.windows.recent(engine.name, report=added(kinds.values()))
     return rows.EngineReport(
         ready=engine.coordinator.ready,
         why=engine.why_not_served,
@@ -205,7 +200,7 @@ def _engine(
         device_blocks=engine.layout.device_blocks,
         host_blocks=engine.layout.host_blocks,
         host_bytes=engine.nbytes,
-        lanes={name: with_rates(kind, parts.windows.recent(engine.name, name)) for name, kind in kinds.items()},
+        lanes={name: parts.windows.recent(engine.name, name, kind) for name, kind in kinds.items()},
         totals=totals,
     )
 

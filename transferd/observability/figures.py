@@ -15,7 +15,6 @@ MAIN_LANES = ("write", "read", "swap_out", "swap_in")  # always shown, and first
 KINDS = dict.fromkeys((*MAIN_LANES, *map(str, Lane)))
 Kinds = Mapping[str, KindReport]
 _COUNTS = ("queued", "running", "done", "failed", "bytes")
-_RATES = ("tasks_per_s", "bytes_per_s", "tasks_per_s_1min", "bytes_per_s_1min", "p50_s", "p99_s")
 
 
 def of_engine(ranks: Sequence[RankReport]) -> dict[str, KindReport]:
@@ -40,14 +39,6 @@ def added(kinds: Iterable[KindReport]) -> KindReport:
     """The sum of counts and bytes. Without rates."""
     each = list(kinds)
     return KindReport(**{name: sum(getattr(one, name) for one in each) for name in _COUNTS})
-
-
-def with_rates(kind: KindReport, recent: KindReport) -> KindReport:
-    """The same, which has rates now."""
-    if recent.tasks_per_s_1min:
-        for rate in _RATES:
-            setattr(kind, rate, getattr(recent, rate))
-    return kind
 
 
 def shown(report: Report, engine: str = "") -> dict[str, KindReport]:

@@ -410,8 +410,8 @@ def flush(seconds: float = FLUSH_S) -> bool:
     return _log.writer.flush(seconds)
 
 
-def statistics() -> dict[str, int]:
-    """Counts of lines that did not appear.
+def statistics() -> dict[str, Any]:
+    """Counts of lines that did not appear, as the report has them.
 
     log_dropped: lines that did not fit or could not be written.
     log_left_out: lines beyond a kind's rate limit.

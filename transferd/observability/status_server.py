@@ -56,10 +56,13 @@ class StatusServer:
             "/live": self._live,
             "/explain": functools.partial(story_page, self.explain),
         }
+        self.http: HttpServer | None = None
         if self.listen:
-            _ = self._exposition  # loads prometheus_client now: at a scrape it would hold up the event loop for 0.1 s
-        most = spare(MAX_CONNECTIONS)
-        self.http = HttpServer(self.listen, routes, self.hosts, most) if self.listen else None
+            # Loads prometheus_client now: at a scrape that would hold up the event loop for 0.1 s.
+            from transferd.observability.metrics import exposition
+
+            self._exposition = exposition(self.not_ready, self.tasks)
+            self.http = HttpServer(self.listen, routes, self.hosts, spare(MAX_CONNECTIONS))
 
     def refused(self) -> dict[str, int]:
         """HTTP requests and connections that were refused, by reason."""
@@ -74,16 +77,6 @@ class StatusServer:
         if self.http is not None:
             await self.http.close()
         self._thread.close()
-
-    def metrics(self) -> bytes:
-        """The text of /metrics, as it is now."""
-        return self._exposition(self.reports.now())()
-
-    @functools.cached_property
-    def _exposition(self) -> Callable[[Report], Callable[[], bytes]]:
-        from transferd.observability.metrics import exposition
-
-        return exposition(self.not_ready, self.tasks)
 
     def _text(self, report: Report) -> asyncio.Future[Page]:
         """The text is made in a thread, once for each report; it takes much longer than the report."""

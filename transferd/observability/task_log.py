@@ -292,8 +292,14 @@ class Windows:
             if wait is not None:
                 count.waits[wait] = count.waits.get(wait, 0) + 1
 
-    def recent(self, engine: str | None = None, kind: str | None = None) -> KindReport:
-        """Rates and times of the tasks that ended lately, and no counts. engine, kind: of these; None: of all."""
+    def recent(
+        self, engine: str | None = None, kind: str | None = None, report: KindReport | None = None
+    ) -> KindReport:
+        """Rates and times of the tasks that ended lately. engine, kind: of these; None: of all.
+
+        report: gets them; it has none yet. None: a new one, without counts.
+        """
+        recent = report or KindReport()
         now = self._now()
         self._forget(int(now) - LONG_S)
         each: Iterable[Mapping[str, _Lately]] = (
@@ -301,7 +307,7 @@ class Windows:
         )
         chosen = [series for kinds in each for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
-            return KindReport()
+            return recent
         tasks = nbytes = 0
         for series in chosen:
             for second, count in itertools.islice(reversed(series.slots), SHORT_S):
@@ -311,7 +317,6 @@ class Windows:
         minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times = _together([minute.times for minute in minutes])
-        recent = KindReport()
         recent.tasks_per_s, recent.bytes_per_s = tasks / short_s, nbytes / short_s
         recent.tasks_per_s_1min = sum([minute.tasks for minute in minutes]) / long_s
         recent.bytes_per_s_1min = sum([minute.nbytes for minute in minutes]) / long_s
