@@ -15,6 +15,7 @@ import typer
 
 from transferd.cli.asking import AskedDaemon, asks
 from transferd.errors import RequestError, one_line
+from transferd.observability.units import count, size
 
 if TYPE_CHECKING:
     from transferd.client.client import Client
@@ -53,8 +54,6 @@ def rows(report: Report, lost: AtRestart, *, drained: bool = False, waited: int 
 
 
 def _stored(report: Report, lost: AtRestart, waited: int) -> Iterator[Stake]:
-    from transferd.observability.units import count, size
-
     storage = report.storage
     coming = _pending(report)
     moving = {
@@ -91,8 +90,6 @@ def _tasks(report: Report) -> Iterator[Stake]:
 
 
 def _engines(report: Report) -> Iterator[Stake]:
-    from transferd.observability.units import size
-
     for name, engine in report.engines.items():
         if not engine.registered and not engine.clients:
             continue

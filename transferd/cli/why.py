@@ -11,6 +11,7 @@ import typer
 from transferd.cli.asking import AskedDaemon, asks
 from transferd.cli.lists import no_rows
 from transferd.errors import one_line
+from transferd.observability.units import count, span
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,8 +62,6 @@ def _of(engine: str, engines: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 def miss_table(found: Mapping[str, Mapping[str, int]]) -> RenderableType:
     """Look-ups of the last hour by engine, and by why their first missing block was not there."""
-    from transferd.observability.units import count
-
     rows = [
         [one_line(name), count(number), reason.replace("_", " "), REASONS.get(reason, "")]
         for name, reasons in found.items()
@@ -100,8 +99,6 @@ def _at(tasks: Iterable[Mapping[str, Any]], stage: str, part: float) -> float:
 def slow_table(found: Mapping[str, Any]) -> RenderableType:
     from rich.console import Group
 
-    from transferd.observability.units import count, span
-
     if not found["tasks"]:
         return "no task has ended yet"
     rows = [
@@ -126,21 +123,19 @@ CALLS = ("load_p99_s", "store_p99_s")
 
 def key_table(found: list[dict[str, Any]]) -> RenderableType:
     """A line for each engine and generation that has or had the block."""
-    from transferd.observability.units import span
-
     if not found:
         return "no engine has looked up or stored anything yet"
     rows = []
     for row in found:
         whose = f"generation {row['generation'] or '-'}{'' if row['serves'] else ' (served before)'}"
         there = [f"on {number} of {row['ranks']} ranks in {level}" for level, number in row["there"].items()]
-        told = [_said(one, span) for one in row["history"]]
+        told = [_said(one) for one in row["history"]]
         known = [*there, *told] or ["not there, and nothing is remembered of it: it was never stored, or long ago"]
         rows += [[one_line(row["engine"]), one_line(whose), one_line(text)] for text in known]
     return _table(["engine", "whose", "what is known"], rows)
 
 
-def _said(one: Mapping[str, Any], span: Any) -> str:
+def _said(one: Mapping[str, Any]) -> str:
     if one["what"] == "stored":
         return f"stored in {one['level']} {span(one['ago_s'])} ago" + (
             f" by engine {one['engine']}" if one["engine"] else ""
