@@ -43,9 +43,8 @@ def predict(path: Path, limit: int) -> dict[str, Any]:
         rates = Rates(HOST, (MEMORY, POOL)[: 1 + pool], PREFILL)
         jobs = [(Fleet(nodes, router),) for nodes in NODES for router, pooled in LINES if pooled is pool]
         jobs += [(Fleet(16, "prefix", event),) for event in EVENTS if pool]
-        points = in_processes(
-            fleet_point, jobs, (requests, BlockSizes.of(from_tree(tree)), rates, FleetCosts()), lambda: None
-        )
+        given = (requests, BlockSizes.of(from_tree(tree)), rates, FleetCosts())
+        points = in_processes(fleet_point, jobs, given, quiet=True)
         rows += [asdict(point) | {"pool": pool} for point in points]
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return {"bench": "fleet", "requests": len(requests), "cpu_s": round(used.ru_utime + used.ru_stime), "points": rows}

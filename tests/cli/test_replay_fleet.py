@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.fleet import PICTURE, RESULTS, picture
 from tests.integration.test_replay_predicted import transferd
+from transferd.cli.asking import Format
 from transferd.cli.replay.fleet import Fleet, FleetCosts, FleetPoint, FleetPool, FleetRun, fleet_point, times
 from transferd.cli.replay.predicted import virtually
 from transferd.cli.replay.simulate import Wanted, run
@@ -178,7 +179,7 @@ def test_a_bad_option_of_a_fleet_is_one_line(wanted: dict[str, Any], said: str) 
         "pool": "1GB",
     }
     with pytest.raises(RequestError) as raised:
-        run(asked(0), Wanted(**(good | wanted)), config=None, ranks=None, chart_file=None, as_json=True)
+        run(asked(0), Wanted(**(good | wanted)), config=None, ranks=None, chart_file=None, format_=Format.JSON)
     assert said in str(raised.value)
 
 

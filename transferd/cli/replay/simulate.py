@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-
 from transferd import config as configuration
+from transferd.cli.asking import Format, show
 from transferd.cli.replay import fleet
 from transferd.cli.replay.chart import chart
-from transferd.cli.replay.command import progress_bar
 from transferd.cli.replay.kvdata import KvData
 from transferd.cli.replay.own import own_daemon, settings
 from transferd.cli.replay.sizing import (
@@ -63,22 +59,19 @@ def run(
     config: Path | None,
     ranks: int | None,
     chart_file: Path | None,
-    as_json: bool,
+    format_: Format,
 ) -> None:
     """Predict, print, and write the chart. Raises ConfigError, RequestError for an option, TransferError."""
     tree_ = with_levels(settings(config, ranks, {}), wanted.levels, wanted.pool)
     footprint = BlockSizes.of(configuration.from_tree(tree_))
     names = [level.name for level in footprint.levels]
     if wanted.nodes is not None:
-        _run_fleets(requests, wanted, footprint, as_json=as_json)
+        _run_fleets(requests, wanted, footprint, format_)
         return
     hosts = _sizes("--host-sizes", wanted.host_sizes) or [footprint.host_pool]
     storages = _storage_sizes(wanted.storage_sizes, names) or default_storage_sizes(requests, footprint)
     rates = replace(_rates(wanted.load_rates, names, config, ranks), prefill=wanted.prefill_rate)
-    console = Console(file=sys.stderr, quiet=as_json)
-    with progress_bar(console, "predicting") as progress:
-        bar = progress.add_task("predicting", total=len(set(hosts)) * len(set(storages)))
-        points = size_points(requests, footprint, rates, hosts, storages, lambda: progress.advance(bar))
+    points = size_points(requests, footprint, rates, hosts, storages, quiet=format_ is Format.JSON)
     if chart_file is not None:
         try:
             chart_file.write_text(
@@ -86,10 +79,7 @@ def run(
             )
         except OSError as error:
             raise RequestError(f"--chart {chart_file}: cannot be written: {error.strerror}") from error
-    if as_json:
-        print(json.dumps(tree(points, rates)))
-    else:
-        print_points(points, rates, stdout())
+    show(format_, tree(points, rates), lambda: print_points(points, rates, stdout()))
 
 
 POOL = "mooncake"  # what `--pool` sets up
@@ -128,7 +118,7 @@ def _is_own(name: str) -> bool:
     return hasattr(getattr(configuration.StorageSection(), name, None), "capacity")
 
 
-def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSizes, *, as_json: bool) -> None:
+def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSizes, format_: Format) -> None:
     if wanted.prefill_rate is None:
         raise RequestError("--nodes needs --prefill-rate: the tokens a second that one of your nodes computes")
     if sizes.levels[0].name == NO_BACKEND:
@@ -156,15 +146,9 @@ def _run_fleets(requests: Sequence[TraceRequest], wanted: Wanted, sizes: BlockSi
         for event in events
         if number > 1 or event != "dead"
     ]
-    console = Console(file=sys.stderr, quiet=as_json)
-    with progress_bar(console, "predicting") as progress:
-        bar = progress.add_task("predicting", total=len(jobs))
-        given = (requests, sizes, rates, costs)
-        points = in_processes(fleet.fleet_point, jobs, given, lambda: progress.advance(bar))
-    if as_json:
-        print(json.dumps(fleet.tree(points, rates, costs)))
-    else:
-        fleet.print_points(points, stdout())
+    given = (requests, sizes, rates, costs)
+    points = in_processes(fleet.fleet_point, jobs, given, quiet=format_ is Format.JSON)
+    show(format_, fleet.tree(points, rates, costs), lambda: fleet.print_points(points, stdout()))
 
 
 def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -176,30 +177,33 @@ def size_points(
     rates: Rates,
     hosts: Sequence[int],
     storages: Sequence[Sizes],
-    done: Callable[[], None] = lambda: None,
+    *,
+    quiet: bool = True,
 ) -> list[SizePoint]:
     """Predict every pair of sizes, on all cores. Returns them by host size, then by storage size.
 
     hosts, storages: bytes, of storage for each level.
-    done: called after each pair, in the caller's thread.
+    quiet: no progress bar.
     """
     by_size = sorted(set(storages), key=lambda sizes: (sum(sizes), sizes))
     pairs = [(host, sizes) for host in sorted(set(hosts)) for sizes in by_size]
-    return in_processes(size_point, pairs, (requests, footprint, rates), done)
+    return in_processes(size_point, pairs, (requests, footprint, rates), quiet=quiet)
 
 
 def in_processes(
-    work: Callable[..., R], jobs: Sequence[Sequence[Any]], given: tuple[Any, ...], done: Callable[[], None]
+    work: Callable[..., R], jobs: Sequence[Sequence[Any]], given: tuple[Any, ...], *, quiet: bool
 ) -> list[R]:
-    """`work(*given, *job)` for each job, on all cores. done: called after each, in the caller's thread."""
+    """`work(*given, *job)` for each job, on all cores. quiet: no progress bar."""
+    from transferd.cli.replay.command import progress_bar  # not needed in the processes
+
     workers = min(len(jobs), os.cpu_count() or 1)
     context = multiprocessing.get_context("spawn")  # a fork would take the caller's threads' locks with it
-    with ProcessPoolExecutor(workers, context, initializer=_take, initargs=given) as pool:
+    bar = progress_bar(Console(file=sys.stderr, quiet=quiet), "predicting")
+    with bar, ProcessPoolExecutor(workers, context, initializer=_take, initargs=given) as pool:
         futures = [pool.submit(_run, work, job) for job in jobs]
         try:
-            for future in as_completed(futures):
+            for future in bar.track(as_completed(futures), len(futures)):
                 future.result()
-                done()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -89,7 +89,7 @@ def replay(
 
         sizes = (host_sizes, storage_sizes, prefill_rate, load_rates)
         wanted = simulation.Wanted(*sizes, nodes, router, events, levels, pool, copies, away, costs)
-        simulation.run(requests_, wanted, config=config, ranks=ranks, chart_file=chart, as_json=format_ is Format.JSON)
+        simulation.run(requests_, wanted, config=config, ranks=ranks, chart_file=chart, format_=format_)
         return
     quiet = format_ is Format.JSON
     report = command.run(requests_, endpoint=endpoint, config=config, ranks=ranks, concurrency=concurrency, quiet=quiet)
