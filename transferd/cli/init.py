@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -55,14 +54,15 @@ def check(
     show(format_, tree, to_toml(tree).rstrip() + ("" if changed else f"\n{comments}"))
 
 
-def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object]:
+def for_this_machine(store: str) -> dict[str, object]:
     """The settings that depend on the machine: one rank per GPU, and a capacity for the room on its disk."""
     from transferd.cli.doctor.machine import Machine
     from transferd.config.size import Size
 
-    gpus = _gpus(proc)
-    _, free = Machine().space(store)
-    chosen: dict[str, object] = {
+    machine = Machine()
+    gpus = len(machine.entries("/proc/driver/nvidia/gpus"))
+    _, free = machine.space(store)
+    return {
         "server.endpoint": "ipc:///run/transferd/transferd.sock",
         "cache.ranks": gpus or 2,
         "cache.device": "cuda" if gpus else "shm",
@@ -70,11 +70,3 @@ def for_this_machine(store: str, proc: Path = Path("/proc")) -> dict[str, object
         "storage.file.path": store,
         "storage.file.capacity": Size(max(GIB, int(free * STORE_SHARE) // GIB * GIB)),
     }
-    return chosen
-
-
-def _gpus(proc: Path) -> int:
-    try:
-        return len(os.listdir(proc / "driver/nvidia/gpus"))
-    except OSError:
-        return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ _COUNTERS = {
     "master_evicted_key_count": "evicted_keys",
     "master_put_start_alloc_failures_total": "no_room",
 }
+_COUNT = re.compile(r"^(\w+) (\S+)", re.MULTILINE)  # a sample without labels
 
 
 def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[str, Any]:
@@ -38,19 +40,19 @@ def read_status(address: str, timeout: float = 2.0, *, keys: int = 0) -> dict[st
     try:
         segments = json.loads(read_page(address, "get_segments_detail", timeout)).get("segments", [])
         health = json.loads(read_page(address, "health", timeout))
-        samples = _samples(read_page(address, "metrics", timeout))
+        counts = dict(_COUNT.findall(read_page(address, "metrics", timeout)))
         names = read_page(address, "get_all_keys", timeout).split() if keys else []
-        report = {
+        return {
             "address": address,
             "health": health["status"],
             "role": health["role"],
             "ready": bool(health["service_ready"]),
             "segments": [_segment(segment) for segment in segments],
             "key_names": names[:keys],
+            **{ours: int(float(counts.get(theirs, 0))) for theirs, ours in _COUNTERS.items()},
         }
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise StorageUnavailable(f"{address} does not answer like a Mooncake master: {error!r}") from error
-    return report | {ours: int(samples.get(theirs, 0)) for theirs, ours in _COUNTERS.items()}
 
 
 def _segment(segment: dict[str, Any]) -> dict[str, Any]:
@@ -61,16 +63,6 @@ def _segment(segment: dict[str, Any]) -> dict[str, Any]:
         "capacity": int(segment["size_bytes"]),
         "used": int(segment.get("allocator_used_bytes", 0)),
     }
-
-
-def _samples(text: str) -> dict[str, float]:
-    """The unlabelled samples of a Prometheus page."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if name in _COUNTERS:
-            found[name] = float(value)
-    return found
 
 
 def print_status(report: dict[str, Any], console: Console) -> None:

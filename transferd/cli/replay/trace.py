@@ -45,10 +45,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         # The pipe of a shell's <(zcat trace.gz) already has a writer, so this does not block.
         with open(path, "rb") if str(path).startswith(SHELLS_PIPES) else open_regular(path) as lines:
             requests = list(islice(parse_trace(lines, str(path)), limit))
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}", code="bad_trace") from error
-    except ValueError as error:
-        raise RequestError(f"{path}: cannot be read: {error}", code="bad_trace") from error
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", error)
+        raise RequestError(f"{path}: cannot be read: {problem}", code="bad_trace") from error
     if not requests:
         raise RequestError(f"{path}: the trace contains no requests", code="bad_trace")
     return requests
