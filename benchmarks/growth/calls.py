@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.growth.served import TINY, ok, swap
-from transferd.cli.bench.control import cpu_seconds, loop_seconds
+from transferd.cli.bench.control import cpu_seconds
 from transferd.cli.pool.master import free_port
 from transferd.client.client import Client
 from transferd.client.engines import Engine
@@ -83,6 +83,11 @@ class Crowd:
             each.append(Cost((loop_seconds(pid) - loop) * 1e6, (cpu_seconds(pid) - every) * 1e6))
         kept = each[1:]
         return Cost(min(one.loop_us for one in kept), min(one.all_us for one in kept))
+
+
+def loop_seconds(pid: int) -> float:
+    """CPU time of a daemon's event loop, which its first thread runs."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _resident(pid: int) -> int:

@@ -253,11 +253,6 @@ def cpu_seconds(pid: int) -> float:
     return total / 1e9
 
 
-def loop_seconds(pid: int) -> float:
-    """The same of a daemon's event loop alone, which its first thread runs."""
-    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
-
-
 PAYLOAD = b"x" * 200  # about as long as a one-block task
 PATIENCE_MS = 30_000  # the time limit of one echo
 
