@@ -36,7 +36,7 @@ lint: $(TEST_STAMP) ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(TEST_STAMP) ## mypy --strict on transferd/, benchmarks/, scripts/ and tests/
+types: $(TEST_STAMP) ## mypy --strict on transferd/, benchmarks/, scripts/, examples/ and tests/
 	$(BIN)/mypy
 
 check: lint types coverage test ## everything CI does

@@ -39,7 +39,7 @@ class Follower:
         self._next: int | None = None  # the number of the batch that comes next; None before a snapshot
         self._has_snapshots = True  # vLLM, and transferd before 0.3, have none
         self._ahead: dict[int, bytes] = {}  # batches of a replay that the live socket will bring as well
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._live = self._context.socket(zmq.SUB)
         self._live.subscribe(b"")
         self._connections = self._live.get_monitor_socket(int(zmq.EVENT_HANDSHAKE_SUCCEEDED))

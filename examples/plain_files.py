@@ -28,7 +28,7 @@ class PlainFiles(SlotStorage):
     backend = "plain-files"
 
     def __init__(self, config: Config, *, clock: Clock) -> None:  # noqa: ARG002 - it needs no clock
-        self._directory = Path(config.storage.file.path)  # its own settings may come from the environment
+        self._directory = Path(config.storage.file.paths[0])  # its own settings may come from the environment
 
     async def open(self) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
