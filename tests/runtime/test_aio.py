@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from transferd.runtime.aio import (
     begun,
     every,
     in_turns,
+    is_awaited,
     resolve,
     resumed,
     run_until_stopped,
@@ -346,8 +348,31 @@ async def test_what_is_begun_is_done_unless_it_waits_and_goes_on_only_if_it_is_a
         await failed
     steps.clear()
     rest = begun(work(True))
-    assert isinstance(rest, Coroutine)
+    assert not isinstance(rest, asyncio.Future)
     await asyncio.sleep(0)
     assert steps == ["begun"]
     assert await rest == "result"
     assert steps == ["begun", "ended"]
+
+
+async def test_what_is_begun_and_dropped_ends_without_a_warning_and_so_does_what_it_was_about_to_call() -> None:
+    steps = []
+
+    async def call() -> None:
+        steps.append("called")
+
+    async def work() -> None:
+        coming = call()
+        try:
+            await is_awaited(coming)
+            await coming
+        finally:
+            steps.append("ended")
+
+    rest = begun(work())
+    del rest
+    gc.collect()
+    await asyncio.sleep(0)
+    assert steps == ["ended"]
+    await begun(work())
+    assert steps == ["ended", "called", "ended"]

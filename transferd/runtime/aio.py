@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from transferd.errors import InvariantError
 
@@ -49,10 +49,10 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
     raise InvariantError(f"{work!r} waited, but must not")
 
 
-def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Coroutine[Any, Any, T]:
+def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Rest[T]:
     """Run a coroutine now, up to where it waits. Returns a done future; or the rest, which goes on when it is awaited.
 
-    If nobody awaits the rest, it ends there: what outlives that must begin behind another wait.
+    If nobody awaits the rest, it ends there: what outlives that must begin behind another wait (`is_awaited`).
     """
     end: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     try:
@@ -62,8 +62,28 @@ def begun(work: Coroutine[Any, Any, T]) -> asyncio.Future[T] | Coroutine[Any, An
     except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the result
         end.set_exception(error)
     else:
-        return resumed(work, waits_for)
+        return Rest(work, waits_for)
     return end
+
+
+class Rest(Generic[T]):
+    """The rest of a coroutine that waits. Unlike a coroutine, it may be dropped without a warning."""
+
+    def __init__(self, work: Coroutine[Any, Any, T], waits_for: object) -> None:
+        self._work, self._waits_for = work, waits_for
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return resumed(self._work, self._waits_for).__await__()
+
+
+async def is_awaited(call: Awaitable[Any]) -> None:
+    """Return only if somebody awaits the caller, which was `begun`. Else it ends here, and the call with it."""
+    try:
+        await asyncio.sleep(0)
+    except GeneratorExit:
+        if isinstance(call, Coroutine):
+            call.close()
+        raise
 
 
 async def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> T:

@@ -378,7 +378,10 @@ class LevelsStorage(Storage, Index, Levels):
                     load.sort(first, range(len(items)), answer.result())
                 elif isinstance(answer, Coroutine):
                     answer.close()  # it has not begun
-        return uncancelled(self._load(items, load))
+        return self._loaded(items, load)
+
+    async def _loaded(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
+        return await uncancelled(self._load(items, load))
 
     async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
         with self._parts.traffic:

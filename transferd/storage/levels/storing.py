@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
+from transferd.runtime.aio import is_awaited
 from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, with_slots_back
 from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.levels.level import StoreLevel
@@ -189,7 +190,7 @@ class StackStore:
             level.overwrite_hidden(items)
         limit, call = self._limit(level, items, nbytes), level.storage.store(items, make, slots)
         if not isinstance(call, asyncio.Future):
-            await asyncio.sleep(0)  # it begins only if somebody awaits this store, and so keeps the slots (aio.begun)
+            await is_awaited(call)  # and so the slots are kept
         storing = await level.stores.wait(call, limit, nbytes)
         if not storing.done():
             self._leave(level, items, storing)
