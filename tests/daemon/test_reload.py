@@ -33,9 +33,8 @@ class Told(Notifier):
         super().__init__("")
         self.lines: list[tuple[str, ...]] = []
 
-    def notify(self, *states: str) -> bool:
+    def notify(self, *states: str) -> None:
         self.lines.append(states)
-        return True
 
 
 class World:

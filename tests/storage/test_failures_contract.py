@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,7 +155,7 @@ def mooncake(_: Path, __: pytest.MonkeyPatch) -> Kind:
     def answering(code: int, *operations: str, only: str = "") -> Iterator[None]:
         real = pool.call
 
-        def call(operation: str, keys: Sequence[str], each: Callable[[str], int]) -> list[int]:
+        def call(operation: str, keys: Collection[str], each: Callable[[str], int]) -> dict[str, int]:
             hit = operation in operations
             return real(operation, keys, lambda key: code if hit and only in key else each(key))
 
