@@ -24,11 +24,12 @@ from transferd.config import Size
 from transferd.config.sections import EventsSection, PeerSection
 from transferd.daemon.kv_events.announcements import Block
 from transferd.daemon.kv_events.snapshot import Announced
-from transferd.daemon.kv_events.sockets import END, MAX_PEERS, SNAPSHOT, EventSockets
+from transferd.daemon.kv_events.sockets import END, MAX_PEERS, REPLAY_STEP, SNAPSHOT, EventSockets
 from transferd.daemon.kv_events.subscriber import DESCRIPTORS_EACH, OWN_DESCRIPTORS, FollowedNodes
 from transferd.errors import ConfigError
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.attention_store.open_index import TokenIndex
 from transferd.wire.kv_events import BlockRemoved, encode_batch
 
@@ -296,6 +297,34 @@ async def test_a_peer_that_leaves_during_its_replay_is_forgotten(open_sockets: O
         ask.send_multipart([b"", bytes(8)])
         await until(lambda: bool(sockets._replays), look=0)
     await until(lambda: not sockets._replays)
+
+
+async def test_a_peer_that_leaves_before_the_turn_after_its_last_batch_counts_once(
+    open_sockets: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets, turn = open_sockets(), OneATurn.turn
+    turns = 0
+
+    async def leaves_before_the_second(self: OneATurn) -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 2:
+            [peer] = sockets._replays
+            peer.end()
+        await turn(self)
+
+    monkeypatch.setattr(OneATurn, "turn", leaves_before_the_second)
+    for i in range(REPLAY_STEP - 1):  # and the end
+        publish(sockets, i)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as ask:
+        ask.setsockopt(zmq.LINGER, 0)
+        ask.connect(sockets.replay_endpoint)
+        ask.send_multipart([b"", bytes(8)])
+        await until(lambda: bool(sockets._serving), look=0)
+        [serving] = sockets._serving
+        await serving
+    counts = sockets.statistics()
+    assert (turns, counts["replays"], counts["replays_broken_off"]) == (2, 0, 1)
 
 
 async def test_the_error_about_an_address_in_use_names_its_key_and_nothing_stays_bound(

@@ -289,10 +289,10 @@ class EventSockets:
                     connection.send(b"", *frames)
                 if connection.unread > REPLAY_UNREAD:
                     await self._until_read(connection)
-                if connection.closed:
-                    return
                 if count % REPLAY_STEP == 0:
                     await self._turns.turn()
+                if connection.closed:  # perhaps meanwhile: `_left` has counted this replay
+                    return
             waiting.popleft()
             self._counts["replays"] += 1
         del self._replays[connection]
