@@ -13,6 +13,7 @@ import pytest
 
 from transferd.errors import InvariantError
 from transferd.runtime.aio import (
+    Background,
     answered,
     at_once,
     begun,
@@ -376,3 +377,19 @@ async def test_what_is_begun_and_dropped_ends_without_a_warning_and_so_does_what
     assert steps == ["ended"]
     await begun(work())
     assert steps == ["ended", "called", "ended"]
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+async def test_a_bug_in_the_background_is_reported_where_nobody_awaits_it(awaited: bool) -> None:
+    async def work() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("wrong")
+
+    loop, reported = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: reported.append(context.get("exception")))
+    background = Background(awaited=awaited)
+    background.begin(work())
+    await background.settled()
+    gc.collect()
+    loop.set_exception_handler(None)
+    assert [str(one) for one in reported] == ([] if awaited else ["'wrong'"])

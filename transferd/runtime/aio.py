@@ -117,9 +117,12 @@ class Background:
 
     Each piece stays here until it has really ended. `settled` waits for all of them, so that the memory
     under them can be freed.
+
+    awaited: somebody waits for each piece, or has stopped doing so. Else the loop reports an error that nobody awaits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, awaited: bool = True) -> None:
+        self._awaited = awaited
         self._running: set[asyncio.Future[Any]] = set()
 
     def begin(self, work: Awaitable[T]) -> asyncio.Future[T]:
@@ -134,7 +137,7 @@ class Background:
 
     def _ended(self, task: asyncio.Future[Any]) -> None:
         self._running.discard(task)
-        if not task.cancelled():
+        if self._awaited and not task.cancelled():
             task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
 
     async def settled(self) -> None:

@@ -214,7 +214,7 @@ class StackPrefetcher(Prefetcher):
         self.parts = parts
         self.quarantine_at = quarantine_at
         self.turn = asyncio.Lock()
-        self.running = Background()
+        self.running = Background(awaited=False)
         self.kept: dict[str, Kept] = {}
         self.kept_bytes: Counter[StoreLevel] = Counter()
         self.closing = False

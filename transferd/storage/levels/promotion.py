@@ -84,7 +84,7 @@ class Promotions:
         self.buffers = Buffers(copying.levels[:-1])
         self._copying = copying
         self._uses = Names(FEWEST)
-        self.running = Background()
+        self.running = Background(awaited=False)
         self._coming: set[str] = set()  # names that are being stored above
         self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
         self._repairs = Names(FEWEST)  # names whose copy above was damaged
