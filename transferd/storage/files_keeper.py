@@ -17,7 +17,6 @@ from transferd.runtime.aio import every, in_turns
 from transferd.storage.keeping import AT_ONCE, Dropped, IndexKeeper, Keeper, PinState
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
-from transferd.storage.pins import AskedPins
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
@@ -147,10 +146,6 @@ class FilesKeeper(Keeper):
             await self.record()
 
     # --- pins ---------------------------------------------------------------------------------------
-
-    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
-        each = [keeper.asked(owner, names) for keeper in self._keepers]
-        return AskedPins(*map(sum, zip(*each, strict=True)))
 
     async def pin_all(
         self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()

@@ -139,18 +139,24 @@ class Keeper(abc.ABC):
         check_pins(self.asked(owner, names), share)
         self.pin_now(owner, names, ttl_s)
 
-    @abc.abstractmethod
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """The bytes that pinning these would add."""
+        each = [keeper.asked(owner, names) for keeper in self._keepers]
+        return AskedPins(*map(sum, zip(*each, strict=True)))
 
-    @abc.abstractmethod
     async def pin_all(
-        self, owner: Hashable, names: Sequence[str], ttl_s: float, coming: Collection[str] = ()
+        self,
+        owner: Hashable,
+        names: Sequence[str],
+        ttl_s: float,
+        coming: Collection[str] = (),  # noqa: ARG002 - see `outlives`
     ) -> list[PinState]:
         """Pin without a look at the owner's share. coming: of these, objects that will be stored here.
 
-        Those are pinned as soon as they come. Returns how each of these is held here now.
+        If this keeper's objects outlive the daemon, those are pinned as soon as they come. Returns how each of these
+        is held here now.
         """
+        return [PinState(pinned) for pinned in self.pin_now(owner, names, ttl_s)]
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         """Pin those of these that are there, each in the lowest store that has it. Returns which."""
@@ -160,20 +166,14 @@ class Keeper(abc.ABC):
             held.update(zip(rest, keeper.pin_now(owner, rest, ttl_s), strict=True))
         return [held[name] for name in names]
 
-    @abc.abstractmethod
     async def durable(self, names: Sequence[str]) -> list[bool]:
         """For each of these objects, whether a restart leaves the object and its pins."""
+        each = await every([keeper.durable(names) for keeper in self._keepers])
+        return [any(safe[i] for safe in each) for i in range(len(names))]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         """End the owner's pins of these objects, or all of its pins. Returns how many objects it had pinned of them."""
         return sum([await keeper.unpin(owner, names) for keeper in self._keepers])
-
-    def statistics(self) -> dict[str, int]:
-        """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
-        total = Counter[str]()
-        for keeper in self._keepers:
-            total.update(keeper.statistics())
-        return dict(total)
 
 
 class Purging(Protocol):
@@ -300,18 +300,6 @@ class IndexKeeper(Keeper):
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         return self.pins.asked(owner, self._present(names))
 
-    async def pin_all(
-        self,
-        owner: Hashable,
-        names: Sequence[str],
-        ttl_s: float,
-        coming: Collection[str] = (),  # noqa: ARG002 - see `outlives`
-    ) -> list[PinState]:
-        return [PinState(pinned) for pinned in self.pin_now(owner, names, ttl_s)]
-
-    async def durable(self, names: Sequence[str]) -> list[bool]:
-        return [False] * len(names)
-
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         self.pins.pin(owner, self._present(names), ttl_s)
         return [name in self._index for name in names]
@@ -335,6 +323,7 @@ class IndexKeeper(Keeper):
         self.pins.close()
 
     def statistics(self) -> dict[str, int]:
+        """purged, purging (left to look at), pinned, pinned_bytes, pins_expired."""
         return {
             "purged": self._purged,
             "purging": self._left,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.storage.harness import Open, file_config, memory_config, mooncake_config, pool_storage
+from tests.storage.real_disks import disks
 from tests.support.gated_storage import gated, stack
 from tests.support.simulation.pool import SIM_MASTER, SimPool
 from tests.support.waits import until
@@ -175,7 +176,7 @@ async def test_a_pin_is_in_the_lowest_level_that_has_the_object_and_holds_end_ap
     assert await keeper.pin("me", [name(1)], 60.0, 0.5) == [PinState.PINNED]
     assert lower.statistics()["pinned"] == 1
     assert await keeper.unpin("me", None) == 2
-    assert keeper.statistics()["pinned"] == 0
+    assert store.storage.statistics()["pinned"] == 0
 
 
 async def test_a_pin_right_after_the_write_survives_a_kill(
@@ -207,7 +208,7 @@ async def test_a_pin_right_after_the_write_survives_a_kill(
     assert await pinned_after_a_kill("before the copy") == 0
     lower.gate.set()
     assert await pinning == [PinState.DURABLE] * 5 + [PinState.NOT]
-    assert keeper.statistics()["pinned"] == 5, "below, and no more in memory"
+    assert store.storage.statistics()["pinned"] == 5, "below, and no more in memory"
     assert await pinned_after_a_kill("after the copy") == 5
 
 
@@ -239,10 +240,10 @@ async def test_a_refused_pin_pins_nothing_in_any_level(open_storage: Open, tmp_p
     assert await store.put(*((name(i), b"a" * 4096) for i in range(16, 24))) == [STORED] * 8
     with pytest.raises(RequestError, match=r"engines\.pin_share"):
         await keeper.pin(me, [name(i) for i in range(24)], 600.0, 0.25)
-    assert keeper.statistics()["pinned"] == 0
+    assert store.storage.statistics()["pinned"] == 0
     lower.gate.set()
     await store.levels.flush(10)
-    assert keeper.statistics()["pinned"] == 0
+    assert store.storage.statistics()["pinned"] == 0
     held = await keeper.pin(me, [name(i) for i in range(24)], 600.0, 0.5)
     assert held == [PinState.DURABLE] * 24
 
@@ -504,3 +505,16 @@ def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int
         assert {name: name in hidden for name in names} == {
             name: any(at > stored.get(name, 0) and one.fits(name) for at, one in said) for name in names
         }
+
+
+async def test_what_was_purged_from_a_disk_stays_counted_when_the_disk_fails(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    store = disks([tmp_path / "a", tmp_path / "b"])
+    harness = await open_storage(stack(MemoryStorage(memory_config(2**20)), gated(store, "file")))
+    assert await harness.put(*((name(i), b"a" * 100) for i in range(20))) == [STORED] * 20
+    await harness.levels.flush(10)
+    assert harness.storage.keeper is not None
+    assert (await harness.storage.keeper.purge(Selection())).objects == 40
+    store._all[0].fail("it has gone", 60.0)
+    assert harness.storage.statistics()["purged"] == 40

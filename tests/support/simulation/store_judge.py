@@ -244,7 +244,7 @@ class Judge:
     def check_pinned_again(self, now: float) -> None:
         """After a restart."""
         lasting = [key for key, until in self.durable.items() if until > now + 1.0]
-        pinned = self.storage.keeper.statistics()["pinned"] if lasting and self.storage.keeper is not None else 0
+        pinned = self.storage.statistics().get("pinned", 0) if lasting else 0
         assert pinned >= len(lasting), f"pin: {lasting} were pinned durably, and a restart has left {pinned} pinned"
 
     def check_purged(self, gone: Iterable[str], aside: Mapping[Medium, set[str]], not_reached: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
 from transferd.storage.keeping import Keeper, PinState, check_pins
+from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.proving import Proving
 from transferd.storage.lru import Use
@@ -29,16 +30,16 @@ class LevelsKeeper(Keeper):
         self._pass_uses = pass_uses
         self._proving = proving
         each = [(level, level.storage.keeper) for level in parts.levels]
-        self._all = [keeper for _, keeper in each if keeper is not None]
+        self._with = {level: keeper for level, keeper in each if keeper is not None}
+        self._all = list(self._with.values())
         self._without = [level for level, keeper in each if keeper is None]
 
     @property
-    def _in_use(self) -> Sequence[Keeper]:
-        each = [(level, level.storage.keeper) for level in self._parts.levels if not level.leaving]
-        return [keeper for _, keeper in each if keeper is not None] or self._all
+    def _in_use(self) -> dict[StoreLevel, Keeper]:
+        return {level: keeper for level, keeper in self._with.items() if not level.leaving} or self._with
 
     def of_level(self, name: str) -> Keeper | None:
-        return next((level.storage.keeper for level in self._parts.levels if level.name == name), None)
+        return next((keeper for level, keeper in self._with.items() if level.name == name), None)
 
     async def purge(self, selection: Selection, *, dry_run: bool = False, by: By = NOBODY) -> Purged:
         """Remove the objects that fit from every level, and those on their way between levels.
@@ -83,7 +84,7 @@ class LevelsKeeper(Keeper):
 
     def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
-        *above, lowest = self._in_use
+        *above, lowest = self._in_use.values()
         asked, rest = lowest.asked(owner, names), _absent(lowest, names)
         for keeper in reversed(above):
             more = keeper.asked(owner, rest)
@@ -100,7 +101,7 @@ class LevelsKeeper(Keeper):
         coming: Collection[str] = (),  # noqa: ARG002 - nothing comes from outside
     ) -> list[PinState]:
         """Pin the objects themselves: one that the lowest level does not have yet also above, until it has come."""
-        *above, lowest = self._in_use
+        *above, lowest = self._in_use.values()
         rest = _absent(lowest, names)
         there = {name for name, depth in zip(rest, self.depths(rest), strict=True) if depth is not None}
         held = await every(
@@ -124,13 +125,9 @@ class LevelsKeeper(Keeper):
                 await keeper.unpin(owner, came)
         return [states[name] for name in names]
 
-    async def durable(self, names: Sequence[str]) -> list[bool]:
-        each = await every([keeper.durable(names) for keeper in self._keepers])
-        return [any(safe) for safe in zip(*each, strict=True)]
-
     async def _copied(self, names: Sequence[str]) -> None:
         """Have the copies of these to the lowest level made before others, and wait for them, for a while."""
-        lowest = [level for level in self._parts.levels if not level.leaving and level.storage.keeper is not None][-1]
+        *_, lowest = self._in_use
         objects = [(name, 0, depth) for depth, name in enumerate(names)]
         proving = self._proving.prove_in(lowest, objects, Use(counts=False), self._parts.now())
         with contextlib.suppress(TimeoutError):

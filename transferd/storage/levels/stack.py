@@ -454,7 +454,7 @@ class LevelsStorage(Storage, Index, Levels):
         if "breaker" in report and any(row["available"] for row in rows):
             report["breaker"] = "closed"
         own = {"backend": self.backend, "hits": self._hits, "misses": self._misses, "levels": rows}
-        return report | own | {"warming_bytes": self._prefetcher.warming_bytes} | self.keeper.statistics()
+        return report | own | {"warming_bytes": self._prefetcher.warming_bytes}
 
     def __repr__(self) -> str:
         return f"LevelsStorage({self.backend})"
