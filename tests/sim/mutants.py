@@ -674,8 +674,8 @@ MUTANTS = (
     Mutant(
         "a disk that returns applies no order that it has missed",
         "storage/file.py",
-        "        overdue = Overdue(orders, everything=bool(strange))",
-        "        overdue = Overdue([], everything=bool(strange))",
+        "        overdue = Overdue([*orders, EVERYTHING] if strange else orders)",
+        "        overdue = Overdue([EVERYTHING] if strange else [])",
         finder="store_world",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from transferd.storage.orders import (
+    EVERYTHING,
     FEW_PINS,
     MANY_ORDERS,
     MOST_NAMES,
@@ -37,7 +38,7 @@ def listed(*purges: PurgeRecord, applied: bool = False, epoch: Epoch = EPOCH) ->
 
 
 def goes(fits: Fits, name: str = NAME, written: float = 50.0) -> bool:
-    return Overdue([PurgeRecord("b-1", 100.0, fits)], everything=False).fits(name, written)
+    return Overdue([PurgeRecord("b-1", 100.0, fits)]).fits(name, written)
 
 
 def test_a_disk_that_was_away_removes_all_that_may_fit_and_nothing_else() -> None:
@@ -50,8 +51,8 @@ def test_a_disk_that_was_away_removes_all_that_may_fit_and_nothing_else() -> Non
     assert not goes(Fits(names=[digest("m/f/g/bb/0")]))
     assert goes(Fits(unused_s=50.0))
     assert not goes(Fits(unused_s=51.0)), "it was written, so used, less than that before the order"
-    assert not Overdue([], everything=False)
-    assert Overdue([], everything=True).fits(NAME, 1e12)
+    assert not Overdue([])
+    assert Overdue([EVERYTHING]).fits(NAME, 1e12)
 
 
 def test_an_epoch_ends_when_no_disk_needs_its_purges_or_they_are_too_many() -> None:

@@ -45,7 +45,7 @@ from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
-from transferd.storage.orders import NOBODY, OrderBook, Overdue, PurgeRecord
+from transferd.storage.orders import EVERYTHING, NOBODY, OrderBook, Overdue, PurgeRecord
 from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
@@ -214,7 +214,7 @@ class FileStorage(FileRuns):
         """Returns the purges that were applied, as far as their objects could be removed."""
         began = self._clock.monotonic()
         strange, orders = self._strange(returns=returns), self._book.left_for(self.ledger.listed)
-        overdue = Overdue(orders, everything=bool(strange))
+        overdue = Overdue([*orders, EVERYTHING] if strange else orders)
         self.tried = {order.id for order in orders}
         found, pins, stuck = await self._in_thread(lambda: self._find(overdue), "scan of the store")
         await self._adopt(found)

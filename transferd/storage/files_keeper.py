@@ -125,7 +125,7 @@ class FilesKeeper(Keeper):
                 by_age = [[order] for order in orders if order.fits.unused_s is not None]  # each of an age of its own
                 others = [order for order in orders if order.fits.unused_s is None]
                 for group in [others, *by_age] if others else by_age:
-                    overdue, index = Overdue(group, everything=False), place.index_keeper
+                    overdue, index = Overdue(group), place.index_keeper
                     names = [n async for n in in_turns(index.names(), AT_ONCE) if overdue.fits(n, 0.0)]
                     dropped = await index.drop(Selection(frozenset(names), unused_s=self._book.unused_s(group[0])))
                     await self._removed(place, dropped, [])

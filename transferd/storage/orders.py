@@ -134,11 +134,13 @@ class Listed(msgspec.Struct, omit_defaults=True):
         return "it was away while orders were given that no disk lists any more"
 
 
-class Overdue:
-    """Purges, for a disk that has not applied them. everything: all of its objects go."""
+EVERYTHING = PurgeRecord("", 0.0, Fits())  # for a disk of which nobody knows which orders it has missed
 
-    def __init__(self, orders: Iterable[PurgeRecord], *, everything: bool) -> None:
-        self.everything = everything
+
+class Overdue:
+    """Purges, for a disk that has not applied them."""
+
+    def __init__(self, orders: Iterable[PurgeRecord]) -> None:
         each = [(order.at, order.fits) for order in orders]
         self._tests = [_test_of(at, fits) for at, fits in each]
         self.removed = 0
@@ -146,15 +148,13 @@ class Overdue:
         self.aside_until = max(
             [math.inf if fits.unused_s is None else at - fits.unused_s for at, fits in each], default=0.0
         )
-        if everything:
-            self.aside_until = math.inf
 
     def __bool__(self) -> bool:
-        return self.everything or bool(self._tests)
+        return bool(self._tests)
 
     def fits(self, name: str, written: float) -> bool:
         """written: when the object was stored, in Unix time."""
-        fits = self.everything or any(test(name, written) for test in self._tests)
+        fits = any(test(name, written) for test in self._tests)
         self.removed += fits
         return fits
 
