@@ -21,7 +21,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,7 +46,6 @@ from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
 from transferd.storage.orders import EVERYTHING, NOBODY, OrderBook, Overdue, PurgeRecord
-from transferd.storage.pins import KeptPin
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
@@ -254,7 +253,7 @@ class FileStorage(FileRuns):
             return ""  # of an earlier release, or new
         return listed.follows(self._book.epoch)
 
-    def _find(self, overdue: Overdue) -> tuple[UseOrder, list[KeptPin], list[str]]:
+    def _find(self, overdue: Overdue) -> tuple[UseOrder, list[tuple[str, Hashable, float]], list[str]]:
         """In a thread: what is there, in its order, and its pins; starts the journal with it.
 
         Also returns the names of objects that should go, and could not be removed.
@@ -266,7 +265,7 @@ class FileStorage(FileRuns):
         order = UseOrder.of(found, self._journal.read())
         self._journal.start(order.records)
         pinned = found.names if self._book.has_pins else []
-        return order, [KeptPin(name, *pin) for name in pinned for pin in self._book.pinned(name)], stuck
+        return order, [(name, *pin) for name in pinned for pin in self._book.pinned(name)], stuck
 
     async def _adopt(self, found: UseOrder) -> None:
         self._index.begin_anew()
