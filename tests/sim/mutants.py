@@ -431,8 +431,8 @@ MUTANTS = (
     Mutant(
         "a level's old answer is taken for proof",
         "storage/levels/proving.py",
-        "if hint is not None and hint.at >= since else None",
-        "if hint is not None else None",
+        "if hint is None or hint.at < since:",
+        "if hint is None:",
         finder="store_world",
     ),
     Mutant(

@@ -70,85 +70,72 @@ class Proving:
     async def prove_in(self, level: StoreLevel, objects: Sequence[Object], use: Use, since: float) -> dict[str, Answer]:
         """The answers for one level below the first."""
         answers, back = dict[str, Answer](), self._parts.write_backs[level.number - 1]
-        todo = list(objects)
         for _ in range(TRIES):
+            todo = [one for one in objects if one[0] not in answers]
             if level.leaving:
                 out = StorageUnavailable(f"the level {level.name} is taken out")
-                return answers | dict.fromkeys((name for name, _, _ in todo), out)
-            coming = await self._coming(level, back, todo, use, since, answers)
-            for name, error in (await self._ended(back, coming)).items():
-                if error is not None:
-                    answers[name] = error
-                elif level.known:  # it has just been stored there
-                    answers[name] = Proof(level.name, self._parts.now())
-                elif (proof := self._said(level, name, since)) is not None:
-                    answers[name] = proof
-            todo = [one for one in todo if one[0] not in answers]
-            if not todo:
-                return answers
+                answers |= dict.fromkeys((name for name, _, _ in todo), out)
+            elif todo:
+                coming = await self._coming(back, todo, use, since, answers)
+                await self._ended(back, coming, since, answers)
         lost = StorageError(f"the level {level.name} has lost it again")
-        return answers | dict.fromkeys((name for name, _, _ in todo), lost)
+        return dict.fromkeys((name for name, _, _ in objects), lost) | answers
 
     async def _coming(
-        self,
-        level: StoreLevel,
-        back: WriteBack,
-        todo: Sequence[Object],
-        use: Use,
-        since: float,
-        answers: dict[str, Answer],
-    ) -> dict[str, asyncio.Future[StorageError | None]]:
-        """Ask for what is not proven, and queue copies of what is missing. Returns their ends; fills answers."""
-        waiting = {name for name, _, _ in todo if self._waits(level, name)}
-        asked = [one for one in todo if one[0] not in waiting]
-        for name, _, _ in asked:
-            if (proof := self._said(level, name, since)) is not None:
-                answers[name] = proof
-        asked = [one for one in asked if one[0] not in answers]
+        self, back: WriteBack, todo: Sequence[Object], use: Use, since: float, answers: dict[str, Answer]
+    ) -> set[str]:
+        """Ask for what is not proven, and queue copies of what is missing. Returns what is copied; fills answers."""
+        level = back.level
+        coming = {name for name, _, _ in todo if self._waits(level, name)}
+        asked = [one for one in todo if one[0] not in coming and not self._said(level, one[0], since, answers)]
         try:
             said = await self.ask(level, [name for name, _, _ in asked]) if asked else []
         except StorageError as error:
-            answers.update(dict.fromkeys((name for name, _, _ in asked), error))
-            return self._ends(back, waiting)
+            answers |= dict.fromkeys((name for name, _, _ in asked), error)
+            asked, said = [], []
         for one, proof in zip(asked, said, strict=True):
-            if proof is not None:
-                answers[one[0]] = proof
-            elif (problem := await self._queue(level, back, one, use)) is None:
-                waiting.add(one[0])
+            if (answer := proof or await self._queue(back, one, use)) is None:
+                coming.add(one[0])
             else:
-                answers[one[0]] = problem
-        return self._ends(back, waiting)
+                answers[one[0]] = answer
+        return coming
 
-    async def _ended(
-        self, back: WriteBack, ends: dict[str, asyncio.Future[StorageError | None]]
-    ) -> dict[str, StorageError | None]:
-        """Wait for the ends of copies, as long as the level answers some."""
+    async def _ended(self, back: WriteBack, names: set[str], since: float, answers: dict[str, Answer]) -> None:
+        """Wait for the ends of copies, as long as the level answers some. Fills answers."""
+        level, unsaved = back.level, self._parts.unsaved
+        ends = {name: back.end_of(unsaved[name]) for name in names if self._waits(level, name)}
+        ends = {name: asyncio.shield(end) for name, end in ends.items()}  # others wait for them too
         waiting = set(ends.values())
         while waiting:
             before = back.answered
             _, waiting = await asyncio.wait(waiting, timeout=max(HANGS_S, TIMES * back.longest_s))
             if waiting and back.answered == before:
                 break
-        silent = StorageUnavailable(f"the level {back.level.name} has not answered a copy for some time")
-        return {name: end.result() if end.done() else silent for name, end in ends.items()}
+        for name, end in ends.items():
+            if not end.done():
+                answers[name] = StorageUnavailable(f"the level {level.name} has not answered a copy for some time")
+            elif (error := end.result()) is not None:
+                answers[name] = error
+            elif level.known:  # it has just been stored there
+                answers[name] = Proof(level.name, self._parts.now())
+            else:
+                self._said(level, name, since, answers)
 
-    def _said(self, level: StoreLevel, name: str, since: float) -> Proof | None:
-        """What a level that others change too has said within the task."""
+    def _said(self, level: StoreLevel, name: str, since: float, answers: dict[str, Answer]) -> bool:
+        """Answer with what a level that others change too has said within the task. Returns whether it has."""
         hint = None if level.known else level.hint(name)
-        return Proof(level.name, hint.at) if hint is not None and hint.at >= since else None
+        if hint is None or hint.at < since:
+            return False
+        answers[name] = Proof(level.name, hint.at)
+        return True
 
     def _waits(self, level: StoreLevel, name: str) -> bool:
         one = self._parts.unsaved.get(name)
         return one is not None and level.number in one.waiting
 
-    def _ends(self, back: WriteBack, names: set[str]) -> dict[str, asyncio.Future[StorageError | None]]:
-        unsaved = self._parts.unsaved
-        ends = {name: back.end_of(unsaved[name]) for name in names if self._waits(back.level, name)}
-        return {name: asyncio.shield(end) for name, end in ends.items()}  # others wait for them too
-
-    async def _queue(self, level: StoreLevel, back: WriteBack, one: Object, use: Use) -> StorageError | None:
+    async def _queue(self, back: WriteBack, one: Object, use: Use) -> StorageError | None:
         """Queue a copy. Returns why that cannot be."""
-        name, nbytes, depth = one
+        level, (name, nbytes, depth) = back.level, one
         source = self._parts.source(level, name)
         if source is None:
             return StorageError(f"{name} has left the levels above {level.name} before it could be copied there")
