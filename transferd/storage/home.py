@@ -22,7 +22,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transferd.storage.lock import StoreLock
+from transferd.storage.lock import StoreLock, changed
 from transferd.storage.opening import opened
 from transferd.wire.answers import StoreDirectory
 
@@ -87,12 +87,7 @@ class Home:
 
     def lost(self) -> str:
         """Why the directory at the path is not the one that was opened; "" if it is."""
-        try:
-            there = os.stat(self.objects)
-        except OSError as error:
-            return self.lock.problem() or f"its objects directory was removed ({error.strerror})"
-        same = (there.st_dev, there.st_ino) == self._objects_at
-        return self.lock.problem() or ("" if same else "its objects directory was replaced")
+        return self.lock.problem() or changed("objects directory", self.objects, self._objects_at, follow=True)
 
     def away(self) -> str:
         """Why a store cannot be opened again at the path now; "" if it can, also if it would be made anew."""

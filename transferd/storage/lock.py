@@ -48,13 +48,7 @@ class StoreLock:
 
     def problem(self) -> str:
         """Why the directory is not ours; "" if it is. Costs one system call."""
-        if self._fd < 0:
-            return "its lock is not taken"
-        try:
-            there = os.stat(self._path, follow_symlinks=False)
-        except OSError as error:
-            return f"its lock was removed ({error.strerror})"
-        return "" if (there.st_dev, there.st_ino) == self._ours else "its lock was replaced"
+        return "its lock is not taken" if self._fd < 0 else changed("lock", self._path, self._ours, follow=False)
 
     def release(self) -> None:
         """Unlock it. Idempotent."""
@@ -69,3 +63,12 @@ class StoreLock:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             problem = f"is in use by another daemon (pid {holder}), and one directory serves one"
             raise ConfigError("storage.file.path", problem, str(self._root)) from error
+
+
+def changed(what: str, path: str, ours: tuple[int, int], *, follow: bool) -> str:
+    """Why a path does not lead to our file or directory any more; "" if it does. ours: its device and inode."""
+    try:
+        there = os.stat(path, follow_symlinks=follow)
+    except OSError as error:
+        return f"its {what} was removed ({error.strerror})"
+    return "" if (there.st_dev, there.st_ino) == ours else f"its {what} was replaced"
