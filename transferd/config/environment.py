@@ -139,9 +139,9 @@ def read_file(path: str | os.PathLike[str], most: int) -> bytes:
     return data
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK) -> BinaryIO:
     """Open a regular file to read it. Raises OSError, or ValueError for anything else, such as a FIFO; never blocks."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = os.open(path, flags)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("not a regular file")

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import stat
 import struct
 import threading
 import time
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from transferd.config.environment import open_regular
 from transferd.storage.opening import READ_FLAGS, opened
 from transferd.storage.queues import RESTORED
 
@@ -93,17 +93,12 @@ class UseJournal:
 
     def read(self) -> Records:
         """The last record of each object, sorted by `name`. Empty if there is no file, or it is not ours."""
-        self._bytes = 0
-        with contextlib.suppress(OSError):
-            fd = os.open(self._path, READ_FLAGS)
-            with open(fd, "rb") as file:
-                if stat.S_ISREG(os.fstat(fd).st_mode):
-                    batches = []
-                    for batch in _batches_of(file):
-                        batches.append(batch)
-                        self._bytes = file.tell()
-                    return _latest(np.concatenate(batches)) if batches else np.empty(0, RECORD)
-        return np.empty(0, RECORD)
+        self._bytes, batches = 0, [np.empty(0, RECORD)]
+        with contextlib.suppress(OSError, ValueError), open_regular(self._path, READ_FLAGS) as file:
+            for batch in _batches_of(file):
+                batches.append(batch)
+                self._bytes = file.tell()
+        return _latest(np.concatenate(batches))
 
     def start(self, records: Records) -> None:
         """Write the file anew with these records. If that fails, go on with the file that was read."""

@@ -11,14 +11,13 @@ Blocking; called from I/O threads, one call at a time.
 from __future__ import annotations
 
 import errno
-import os
-import stat
 import struct
 from collections.abc import Callable
 
 import msgspec
 import xxhash
 
+from transferd.config.environment import open_regular
 from transferd.storage.journal import write_anew
 from transferd.storage.opening import READ_FLAGS
 from transferd.storage.orders import Listed
@@ -26,7 +25,6 @@ from transferd.storage.orders import Listed
 MAGIC = b"transferd orders 1\n"
 _CHECKSUM = struct.Struct("<Q")
 _LONGEST = 64 * 1024**2  # of a file that is read
-_NO_FILE = (errno.ELOOP, errno.EISDIR)
 
 _decoder = msgspec.json.Decoder(Listed)  # at import: in any thread, a first use of a type is not safe (compat.py)
 
@@ -47,14 +45,15 @@ class Ledger:
     def read(self) -> None:
         """Read the file anew. Raises OSError if nobody can know what it says; then the list has a problem, too."""
         try:
-            with open(os.open(self._path, READ_FLAGS), "rb") as file:
-                regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-                self.listed = _decoded(file.read(_LONGEST)) if regular else Listed(problem="it is not a regular file")
+            with open_regular(self._path, READ_FLAGS) as file:
+                self.listed = _decoded(file.read(_LONGEST))
+        except ValueError as error:
+            self.listed = Listed(problem=str(error))
         except FileNotFoundError:
             self.listed = Listed()
         except OSError as error:
             self.listed = Listed(problem=error.strerror or str(error))
-            if error.errno not in _NO_FILE:
+            if error.errno != errno.ELOOP:
                 raise
 
     def write(self, listed: Listed) -> None:
