@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -136,3 +137,41 @@ def test_what_is_to_go_first_stays_first_when_the_journal_is_rewritten(tmp_path:
         found.add(name, 1, 0)
     order = UseOrder.of(found, one.read())
     assert [each.name for each in order.adopted(0, 2)] == ["retired", "live"]
+
+
+def test_a_journal_that_cannot_be_read_is_not_written_anew_without_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = made(tmp_path)
+    one.note("a", 1, 2)
+    one.flush()
+
+    def no_descriptor(path: str, flags: int, mode: int = 0, real: object = os.open) -> int:
+        if not flags & os.O_WRONLY:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+        return real(path, flags, mode)  # type: ignore[operator, no-any-return]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_descriptor)
+        one.rewrite(0)
+    assert one.problem == os.strerror(errno.EMFILE)
+    one.note("b", 3, 0)
+    one.flush()
+    assert known(tmp_path) == {hash_of("a"): (1, 2), hash_of("b"): (3, 0)}
+    one.rewrite(2)
+    assert (one.problem, known(tmp_path)) == ("", {hash_of("b"): (3, 0)})
+
+
+def test_a_journal_that_somebody_removes_begins_again(tmp_path: Path) -> None:
+    one = made(tmp_path)
+    for name in ("a", "b"):
+        one.note(name, 1, 2)
+        one.flush()
+        (tmp_path / "order").unlink()
+    for use in (3, 4):
+        one.note("c", use, 0)
+        one.flush()
+    assert known(tmp_path) == {hash_of("c"): (4, 0)}
+    (tmp_path / "order").unlink()
+    one.rewrite(0)
+    assert (one.problem, known(tmp_path)) == ("", {})

@@ -93,12 +93,10 @@ class UseJournal:
 
     def read(self) -> Records:
         """The last record of each object, sorted by `name`. Empty if there is no file, or it is not ours."""
-        self._bytes, batches = 0, [np.empty(0, RECORD)]
-        with contextlib.suppress(OSError, ValueError), open_regular(self._path, READ_FLAGS) as file:
-            for batch in _batches_of(file):
-                batches.append(batch)
-                self._bytes = file.tell()
-        return _latest(np.concatenate(batches))
+        self._bytes = 0
+        with contextlib.suppress(OSError):
+            return self._read()
+        return np.empty(0, RECORD)
 
     def start(self, records: Records) -> None:
         """Write the file anew with these records. If that fails, go on with the file that was read."""
@@ -126,12 +124,25 @@ class UseJournal:
 
     def rewrite(self, first_use: int) -> None:
         """Write the file anew, without records that were replaced or belong to earlier uses, except retired ones."""
+
+        def write() -> None:
+            records = self._read()
+            self._replace(records[(records["use"] >= first_use) | (records["use"] == RESTORED)])
+
         with self._lock:
-            records = self.read()
-            records = records[(records["use"] >= first_use) | (records["use"] == RESTORED)]
-            self._attempt(lambda: self._replace(records))
+            self._attempt(write)
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _read(self) -> Records:
+        """See `read`. Raises OSError if the file cannot be read."""
+        batches, nbytes = [np.empty(0, RECORD)], 0
+        with contextlib.suppress(FileNotFoundError, ValueError), open_regular(self._path, READ_FLAGS) as file:
+            for batch in _batches_of(file):
+                batches.append(batch)
+                nbytes = file.tell()
+        self._bytes = nbytes
+        return _latest(np.concatenate(batches))
 
     def _attempt(self, write: Callable[[], None]) -> None:
         problem = self._lost()
@@ -146,7 +157,9 @@ class UseJournal:
         named = [(hash_of(name) if isinstance(name, str) else name, use, depth) for name, use, depth in noted]
         batch = _batch(b"".join(itertools.starmap(_PACK, named)))
         with opened(self._path, _APPEND | os.O_CREAT, _MODE) as fd:
-            if os.fstat(fd).st_size != self._bytes:  # torn, or another program's file
+            size = os.fstat(fd).st_size
+            self._bytes = self._bytes if size >= self._bytes else 0  # somebody has removed or cut it
+            if size != self._bytes:  # torn, or another program's file
                 os.ftruncate(fd, self._bytes)
             write_all(fd, batch if self._bytes else MAGIC + batch)
             if self._syncs:
