@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from pathlib import Path
 
@@ -58,3 +59,20 @@ def test_a_file_that_cannot_be_removed_does_not_keep_the_others(
         patch.setattr(os, "unlink", refuse_the_oldest)
         kept.trim()
     assert sorted(os.listdir(tmp_path / "q")) == sorted(map(os.path.basename, [taken[0], *taken[3:]]))
+
+
+def test_a_purge_empties_it_also_while_its_oldest_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Quarantine(f"{tmp_path}/q/", SYSTEM_CLOCK, itertools.count(), os.mkdir, lambda path: os.unlink(path))
+    for _ in range(4):
+        bad = tmp_path / f"{'ab' * 20}@0"
+        bad.write_bytes(b"x")
+        kept.take(str(bad))
+
+    def another_thread_was_faster(path: str, real: object = os.unlink) -> None:
+        real(path)  # type: ignore[operator]
+        raise FileNotFoundError(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", another_thread_was_faster)
+        kept.empty(math.inf)
+    assert os.listdir(tmp_path / "q") == []

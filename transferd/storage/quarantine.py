@@ -49,8 +49,9 @@ class Quarantine:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
             for entry in entries:
                 mine = is_set_aside(entry.name) and not entry.is_dir(follow_symlinks=False)
-                if mine and entry.stat(follow_symlinks=False).st_mtime <= until:
-                    os.unlink(entry.path)
+                with contextlib.suppress(FileNotFoundError):  # another thread trims
+                    if mine and entry.stat(follow_symlinks=False).st_mtime <= until:
+                        os.unlink(entry.path)
 
     def trim(self) -> None:
         """Remove the oldest files, as far as they can be removed."""
