@@ -65,3 +65,10 @@ def test_nothing_is_written_where_another_store_is(tmp_path: Path) -> None:
         one.write(LISTED)
     assert not list(tmp_path.iterdir())
     assert one.behind
+
+
+def test_a_list_of_millions_of_pinned_objects_is_read(tmp_path: Path) -> None:
+    """A damaged list empties its disk."""
+    many = Listed(LISTED.epoch, pins=[PinRecord(9, 60.0, "e", ["0" * 32] * 2_000_000)])
+    made(tmp_path).write(many)
+    assert made(tmp_path).listed == many

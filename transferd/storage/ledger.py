@@ -24,7 +24,7 @@ from transferd.storage.orders import Listed
 
 MAGIC = b"transferd orders 1\n"
 _CHECKSUM = struct.Struct("<Q")
-_LONGEST = 64 * 1024**2  # of a file that is read
+_LONGEST = 1024**3  # of a file that is read: so long that 30 million objects may be pinned
 
 _decoder = msgspec.json.Decoder(Listed)  # at import: in any thread, a first use of a type is not safe (compat.py)
 
