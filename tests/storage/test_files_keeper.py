@@ -38,8 +38,9 @@ from transferd.storage.disks import Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.keeping import PinState
-from transferd.storage.orders import MANY_ORDERS
+from transferd.storage.orders import MANY_ORDERS, NOBODY
 from transferd.storage.paths import path_of
+from transferd.storage.quarantine import Quarantine
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 
@@ -656,3 +657,30 @@ async def test_a_list_of_orders_stays_small(open_storage: Open, tmp_path: Path) 
     await harness.storage.close()
     again = await open_storage(one_disk(tmp_path))
     assert again.storage.statistics()["pinned"] == 4
+
+
+async def test_a_quarantine_that_cannot_be_emptied_at_a_start_is_emptied_at_a_later_one(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = one_disk(tmp_path)
+    await put(await open_storage(first), names(3))
+    await first.quarantine(names(1)[0])
+    first._book.purge(Selection(), NOBODY, None)
+    assert await first.record(), "it has the order, and the daemon is killed"
+    await first.close()
+
+    def bad_sectors(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as ill:
+        ill.setattr(Quarantine, "empty", bad_sectors)
+        second = one_disk(tmp_path)
+        await open_storage(second)
+        assert not on_disk(tmp_path)
+        assert second.statistics()["disks"][0]["stuck"] == 1
+        await second.close()
+    assert len(list((tmp_path / "quarantine").iterdir())) == 1
+    third = one_disk(tmp_path)
+    await open_storage(third)
+    assert not list((tmp_path / "quarantine").iterdir())
+    assert len(third.ledger.listed.applied) == 1

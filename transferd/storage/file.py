@@ -261,7 +261,10 @@ class FileStorage(FileRuns):
         found, stuck = self._directory.scan(), list[str]()
         if overdue:
             found, stuck = found.without(overdue.fits, self._directory.remove)
-            self._directory.empty_quarantine(overdue.aside_until)
+            try:
+                self._directory.empty_quarantine(overdue.aside_until)
+            except StorageError as error:  # the order is applied at each start until that works
+                found.refused.append(str(error))
         order = UseOrder.of(found, self._journal.read())
         self._journal.start(order.records)
         pinned = found.names if self._book.has_pins else []
