@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -280,3 +282,22 @@ async def test_a_disk_that_hangs_keeps_no_other_from_being_closed(
         with pytest.raises(StillRunning, match="a call hangs"):
             await store.close()
     assert [disk._closed for disk in others] == [True, True]
+
+
+async def test_a_disk_that_two_calls_try_at_once_is_well(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial that ended last found its file removed by the other one, and took the disk out."""
+    store = disks([tmp_path / name for name in "ab"])
+    await open_storage(store)
+    both = threading.Barrier(2)
+    real = os.pread
+
+    def together(*arguments: int) -> bytes:
+        both.wait(10.0)
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", together)
+        assert all(await asyncio.gather(store._all[0].works(), store._all[0].works()))
+    assert store.statistics()["disks_failed"] == 0

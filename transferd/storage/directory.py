@@ -157,7 +157,8 @@ class ObjectDirectory:
             try:
                 yield fd
             finally:
-                os.unlink(path)
+                with contextlib.suppress(FileNotFoundError):  # another trial has removed it
+                    os.unlink(path)
 
     def unusable(self, error: OSError | ValueError) -> ConfigError:
         """Our error for a directory that cannot be opened."""
