@@ -18,7 +18,7 @@ import functools
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import structlog
@@ -37,7 +37,7 @@ from transferd.storage.home import AWAY
 from transferd.storage.keeping import Keeper
 from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.lru import LruIndex, Use
-from transferd.storage.orders import OrderBook, families
+from transferd.storage.orders import families
 from transferd.storage.queues import STORED, Noted
 from transferd.storage.running import RunningCalls
 from transferd.wire.answers import StoreDirectory
@@ -132,15 +132,15 @@ class Disks(Storage, Index):
 
     def __init__(self, disks: Sequence[Disk]) -> None:
         self._all = list(disks)
-        self._book = OrderBook(disks[0].wall)
-        self._keeper = FilesKeeper(disks, self._book)
+        self._keeper = FilesKeeper(disks, disks[0].wall)
+        self._book = self._keeper.book
         self.ranges = all(disk.ranges for disk in disks)
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         # one that fails on a disk goes on on another, so a purge of each disk waits for all
         self._stores = RunningCalls()
         chains = [disk.chains for disk in disks]
         for disk in disks:
-            disk.share(self._book, self._keeper)
+            disk.share(self._keeper)
             disk.chains.together, disk.stores = chains, self._stores
 
     @classmethod
@@ -210,14 +210,7 @@ class Disks(Storage, Index):
         await every([disk.open_anew() for disk in self._live])
 
     async def close(self) -> None:
-        await every(map(self._close, self._all))
-
-    async def _close(self, disk: Disk) -> None:
-        try:
-            await disk.close()
-        except StorageError:
-            if not disk.lost:
-                raise
+        await every([disk.close() for disk in self._all])
 
     def abandon(self) -> list[str]:
         return [call for disk in self._all for call in disk.abandon()]
@@ -246,10 +239,7 @@ class Disks(Storage, Index):
     def stored(self, names: Sequence[str], use: Use | None) -> list[bool]:
         return _any_of([disk.stored(names, use) for disk in self._live], names)
 
-    def look(self, names: Sequence[str]) -> Coroutine[Any, Any, list[bool]]:
-        return self._looked(names)
-
-    async def _looked(self, names: Sequence[str]) -> list[bool]:
+    async def look(self, names: Sequence[str]) -> list[bool]:
         found = dict.fromkeys(names, False)
         for disk in self._live:
             found.update(await self._looked_at(disk, [name for name in names if disk.has(name)]))

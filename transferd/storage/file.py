@@ -45,7 +45,7 @@ from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
 from transferd.storage.lru import Entry
-from transferd.storage.orders import EVERYTHING, NOBODY, OrderBook, Overdue, PurgeRecord
+from transferd.storage.orders import EVERYTHING, NOBODY, Overdue, PurgeRecord
 from transferd.storage.presence import PresenceCheck
 from transferd.storage.room import DiskState, bounds, misfit, reserved
 from transferd.storage.scrub import Scrub
@@ -111,7 +111,7 @@ class FileStorage(FileRuns):
         self._journal = UseJournal(os.path.join(self.path, "order"), syncs=section.fsync, lost=lost)
         self.ledger = Ledger(os.path.join(self.path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
-        self.share(OrderBook(clock.wall))
+        self.share(FilesKeeper([self], clock.wall))
         self._index.noted = self._note
         self._index.chains.renumbered = self._journal.note_continued
         self._journaling = Paced(self._write_journal, JOURNAL_S)
@@ -153,11 +153,10 @@ class FileStorage(FileRuns):
     def keeper(self) -> FilesKeeper:
         return self._files_keeper
 
-    def share(self, book: OrderBook, keeper: FilesKeeper | None = None) -> None:
-        """Take orders from this book. Call it before `open`. keeper: of all disks with this book."""
-        self._book, self._alone = book, keeper is None
-        self._files_keeper = keeper or FilesKeeper([self], book)
-        self.index_keeper.pinned_by = book.pinned
+    def share(self, keeper: FilesKeeper) -> None:
+        """Take orders from this keeper's book. Call it before `open`."""
+        self._files_keeper, self._book = keeper, keeper.book
+        self.index_keeper.pinned_by = keeper.book.pinned
 
     async def open(self) -> None:
         """Create and lock the directory and find its objects; evicts down to the capacity in the background.
@@ -509,7 +508,7 @@ class FileStorage(FileRuns):
         try:
             await self.enter()
             await self._in_thread(self._directory.try_out, "trial of the store")
-            if self._alone or self._book.fresh:
+            if len(self._files_keeper.places) == 1 or self._book.fresh:
                 self._book.follow(self.ledger.listed)
                 await self._files_keeper.record()  # the other disks follow, too: no start takes two families
             self._book.learn(self.ledger.listed)

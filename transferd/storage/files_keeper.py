@@ -9,7 +9,7 @@ applied the order. A daemon that is killed in between, and a disk that was away,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Collection, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
 from typing import Protocol
 
 from transferd.errors import StorageError
@@ -55,14 +55,15 @@ class FilesKeeper(Keeper):
 
     outlives = True
 
-    def __init__(self, places: Sequence[Place], book: OrderBook) -> None:
-        self._places = places
+    def __init__(self, places: Sequence[Place], wall: Callable[[], float]) -> None:
+        """wall: Unix time."""
+        self.places = places
         self._all = [place.index_keeper for place in places]
-        self._book = book
+        self.book = OrderBook(wall)
 
     @property
     def _live(self) -> list[Place]:
-        return [place for place in self._places if not place.lost]
+        return [place for place in self.places if not place.lost]
 
     @property
     def _keepers(self) -> list[IndexKeeper]:
@@ -74,12 +75,12 @@ class FilesKeeper(Keeper):
         if dry_run:
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
-        order = self._book.purge(selection, by, self.space_of(selection.owner))
+        order = self.book.purge(selection, by, self.space_of(selection.owner))
         live = self._live
         for place in live:  # a disk that returns meanwhile does not apply it there: the lists no longer know owners
             place.tried.add(order.id)
         dropped = await every([place.index_keeper.drop(selection) for place in live])
-        self._book.unpin(name for one in dropped for name in one.pinned)
+        self.book.unpin(name for one in dropped for name in one.pinned)
         kept_by, left = await self.record(), list[StorageError]()
         removed = await every([self._removed(place, one, left) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
@@ -88,14 +89,14 @@ class FilesKeeper(Keeper):
             again = Selection(
                 frozenset(name for one in dropped for name in one.coming if selection.fits(name)), selection.owner
             )
-            await every([self._removed(place, await place.index_keeper.drop(again), left) for place in returned])
+            await every([self._purged(place, again, left) for place in returned])
         gone = [place for place, total in zip(live, removed, strict=True) if total is not None]
         await every([place.record([order.id]) for place in gone if order.id not in place.ledger.listed.applied])
         reached = [place for place in self._live if order.id in place.ledger.listed.applied]
         await self._tidy()
         if left:
             raise left[0]
-        not_reached = [place.path for place in self._places if place not in reached]
+        not_reached = [place.path for place in self.places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
 
     async def _removed(self, place: Place, dropped: Dropped, left: list[StorageError]) -> Purged | None:
@@ -116,19 +117,21 @@ class FilesKeeper(Keeper):
             left.append(StorageError(f"{what}; mend them, restart, and purge again"))
         return None if place.lost else removed
 
+    async def _purged(self, place: Place, selection: Selection, left: list[StorageError]) -> Purged | None:
+        return await self._removed(place, await place.index_keeper.drop(selection), left)
+
     async def catch_up(self) -> None:
         """A disk has brought orders that the others do not know: apply them there."""
         for place in self._live:
-            left = self._book.left_for(place.ledger.listed)
+            left = self.book.left_for(place.ledger.listed)
             if orders := [one for one in left if one.id not in place.tried]:
                 place.tried.update(one.id for one in orders)
                 by_age = [[order] for order in orders if order.fits.unused_s is not None]  # each of an age of its own
                 others = [order for order in orders if order.fits.unused_s is None]
                 for group in [others, *by_age] if others else by_age:
-                    overdue, index = Overdue(group), place.index_keeper
-                    names = [n async for n in in_turns(index.names(), AT_ONCE) if overdue.fits(n, 0.0)]
-                    dropped = await index.drop(Selection(frozenset(names), unused_s=self._book.unused_s(group[0])))
-                    await self._removed(place, dropped, [])
+                    overdue, every_name = Overdue(group), place.index_keeper.names()
+                    names = [name async for name in in_turns(every_name, AT_ONCE) if overdue.fits(name, 0.0)]
+                    await self._purged(place, Selection(frozenset(names), unused_s=self.book.unused_s(group[0])), [])
                 if not place.lost and not place.unread:
                     await place.record([one.id for one in orders])
         await self._tidy()
@@ -140,9 +143,9 @@ class FilesKeeper(Keeper):
         return [place.path for place, has in zip(live, taken, strict=True) if has and not place.lost]
 
     async def _tidy(self) -> None:
-        places, left_for = self._places, self._book.left_for
+        places, left_for = self.places, self.book.left_for
         applied = all(not place.lost and not left_for(place.ledger.listed) for place in places)
-        if self._book.tidy(applied=applied):
+        if self.book.tidy(applied=applied):
             await self.record()
 
     # --- pins ---------------------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class FilesKeeper(Keeper):
         here = self.pin_now(owner, names, ttl_s)
         pinned = {name for name, is_here in zip(names, here, strict=True) if is_here or name in coming}
         if pinned and isinstance(owner, EngineOwner):
-            self._book.pin(owner, pinned, ttl_s)
+            self.book.pin(owner, pinned, ttl_s)
             await self.record()
         durable = await self.durable(names)  # which may find that files or disks are gone
         # What has come since without having been asked for is not pinned.
@@ -172,6 +175,6 @@ class FilesKeeper(Keeper):
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         ended = await super().unpin(owner, names)
-        if isinstance(owner, EngineOwner) and self._book.unpin(names, owner):
+        if isinstance(owner, EngineOwner) and self.book.unpin(names, owner):
             await self.record()
         return ended
