@@ -684,3 +684,54 @@ async def test_a_quarantine_that_cannot_be_emptied_at_a_start_is_emptied_at_a_la
     await open_storage(third)
     assert not list((tmp_path / "quarantine").iterdir())
     assert len(third.ledger.listed.applied) == 1
+
+
+async def test_a_store_that_has_missed_orders_is_emptied_until_all_of_it_can_be_read(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had a list of this epoch after the first start. So what could not be read then was served after the second."""
+    await filled(one_disk(tmp_path), names(5))
+    (tmp_path / "orders").write_bytes(b"damaged")
+    first = one_disk(tmp_path)
+    with monkeypatch.context() as patch:
+        hides((tmp_path / "objects" / path_of(names(1)[0])).parent, patch)
+        await open_storage(first)
+    assert len(on_disk(tmp_path)) == 10, "all have one directory"
+    assert await first.keeper.pin(OWNER, names(1), 60.0, 0.5) == [PinState.NOT] * 2
+    await first.record()
+    await first.close()
+    second = one_disk(tmp_path)
+    harness = await open_storage(second)
+    assert await there(harness, names(5)) == set()
+    assert not on_disk(tmp_path)
+    await put(harness, names(5))
+    await second.close()
+    assert await there(await open_storage(one_disk(tmp_path)), names(5)) == set(names(5)), "it has missed nothing"
+
+
+async def test_one_thread_at_a_time_writes_a_list(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that returned wrote its list beside a write that had hung: each renamed the file of the other one."""
+    storage = one_disk(tmp_path)
+    await open_storage(storage)
+    running, most, goes_on = 0, 0, threading.Event()
+    real = ledger.Ledger.write
+
+    def write(self: ledger.Ledger, listed: orders.Listed) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        goes_on.wait(10.0)
+        real(self, listed)
+        running -= 1
+
+    monkeypatch.setattr(ledger.Ledger, "write", write)
+    recording = asyncio.ensure_future(storage.record())
+    await until(lambda: running == 1)
+    storage.fail("it has failed")
+    await asyncio.sleep(0.3)
+    goes_on.set()
+    assert await recording
+    await until(lambda: not storage.lost)
+    assert most == 1

@@ -111,6 +111,7 @@ class FileStorage(FileRuns):
         self._journal = UseJournal(os.path.join(self.path, "order"), syncs=section.fsync, lost=lost)
         self.ledger = Ledger(os.path.join(self.path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
+        self._unmended = ""  # why it may hold what earlier orders have purged, so that the next start empties it again
         self.share(FilesKeeper([self], clock.wall))
         self._index.noted = self._note
         self._index.chains.renumbered = self._journal.note_continued
@@ -229,7 +230,9 @@ class FileStorage(FileRuns):
             if stuck and (strange or applied):
                 # These alone go at the next start, and nothing that is stored until then.
                 orders.append(self._book.purge(Selection(frozenset(stuck)), NOBODY, None))
-            await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
+            self._unmended = "it was not emptied as a whole" if strange and self.unread else ""
+            async with self._writing:
+                await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
         except OSError as error:
             if error.errno not in FULL:
                 raise self._directory.unusable(error) from error
@@ -386,7 +389,9 @@ class FileStorage(FileRuns):
             return True
 
     def _write_orders(self, applied: Collection[str]) -> None:
-        self.ledger.write(self._book.listed(self.ledger.listed.applied.union(applied)))
+        listed = self._book.listed(self.ledger.listed.applied.union(applied))
+        listed.problem = self._unmended
+        self.ledger.write(listed)
 
     async def empty_quarantine(self, selection: Selection) -> None:
         until = math.inf if selection.unused_s is None else self._clock.wall() - selection.unused_s

@@ -119,7 +119,7 @@ class Listed(msgspec.Struct, omit_defaults=True):
     def follows(self, epoch: Epoch) -> str:
         """Why this disk may have missed orders before this epoch; "" if it has not."""
         if self.problem:
-            return f"its orders cannot be read: {self.problem}"
+            return f"it may have missed orders: {self.problem}"
         if self.epoch is None:
             return "it has no list of orders"
         own = self.epoch.number, self.epoch.mark
