@@ -207,8 +207,7 @@ class ObjectStorage(Storage):
         return outcomes
 
     async def load(self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        if problem := self._suspects.bad_link:
-            raise StorageUnavailable(f"{problem}; nothing is loaded from the bucket for a while")
+        self._suspects.check_link("bucket")
         asked = [i for i, item in enumerate(items) if not self._suspects.avoided(item.name)]
         doubted = {i for i in asked if self._suspects.doubted(items[i].name)}
         short: list[int] = []  # objects of another length, twice
@@ -286,8 +285,7 @@ class ObjectStorage(Storage):
         return {name: self._counts[name] for name in _COUNTS} | {
             "objects": None,
             "bytes": None,
-            "link_faults": self._suspects.link_faults,
-            "bad_link": self._suspects.bad_link,
+            **self._suspects.statistics(),
             **self._breaker.statistics(),
         }
 

@@ -12,6 +12,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from transferd.errors import StorageUnavailable
+
 FIRST_S = 30.0  # how long a suspect is not read; each time it is damaged again doubles that
 LONGEST_S = 3600.0
 MOST = 65_536  # names that are remembered
@@ -76,6 +78,14 @@ class Suspects:
         """Note that good bytes have replaced these objects."""
         for name in names if self._doubts else ():
             self._doubts.pop(name, None)
+
+    def check_link(self, medium: str) -> None:
+        """Raise StorageUnavailable while the way from this medium spoils what comes."""
+        if problem := self.bad_link:
+            raise StorageUnavailable(f"{problem}; nothing is loaded from the {medium} for a while")
+
+    def statistics(self) -> dict[str, int | str]:
+        return {"link_faults": self.link_faults, "bad_link": self.bad_link}
 
     @property
     def link_faults(self) -> int:

@@ -19,6 +19,7 @@ from transferd.config import MooncakeStorageSection
 from transferd.errors import InvariantError, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout
+from transferd.storage import suspects
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Outcome, Outcomes
 from transferd.storage.mooncake import MooncakeStorage, client, error_codes
 from transferd.storage.mooncake import native_calls as merger
@@ -293,6 +294,25 @@ async def test_a_damaged_object_is_read_once_more_then_avoided_and_then_overwrit
     assert harness.storage.statistics()["link_faults"] == 0
     assert await harness.put(("a", b"two"), ("b", b"new")) == [STORED] * 2
     assert await harness.get(("a", 3), ("b", 3)) == [(FOUND, b"two"), (FOUND, b"new")]
+
+
+async def test_a_link_that_spoils_much_is_said_and_nothing_is_loaded_over_it(
+    start: Start, pool: SimPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suspects, "SILENCE_S", 0.0)
+    harness = await start()
+    names = [f"{i}" for i in range(suspects.FAULTS)]
+    await harness.put(*((name, b"one") for name in names))
+    assert harness.storage.statistics()["bad_link"] == ""
+    for name in names:
+        await harness.storage.quarantine(name)
+        assert await harness.get((name, 3)) == [(FOUND, b"one")], "it came whole the second time"
+    assert "this node's link" in harness.storage.statistics()["bad_link"]
+    asked = len(pool.calls)
+    with pytest.raises(StorageUnavailable, match="nothing is loaded from the pool for a while"):
+        await harness.get(("0", 3))
+    assert len(pool.calls) == asked, "the pool is left alone"
+    assert await harness.put(("new", b"two")) == [STORED]
 
 
 # --- the breaker ----------------------------------------------------------------------------------

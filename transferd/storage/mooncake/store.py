@@ -285,6 +285,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         first = first_of_each(blobs)
         if not first:
             return []
+        self._suspects.check_link("pool")
         outcomes = await self._counted(self._get(self._batch(first)))
         answers = [outcomes[key_of(blob.name)] for blob in blobs]
         for blob, outcome in zip(blobs, answers, strict=True):
@@ -328,10 +329,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "peers_down": dict(self._peers.down),
                 "peers_went_down": self._peers.opened,
                 "connections_cut": self._peers.cut,
-                "link_faults": self._suspects.link_faults,
                 "batches_merged": self._puts.merged + self._loads.merged,
                 "calls_under_way": self._calls.under_way,
             }
+            | self._suspects.statistics()
             | self._breaker.statistics()
             | self._copies.statistics()
         )
