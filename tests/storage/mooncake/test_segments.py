@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,23 @@ async def test_a_segment_that_is_not_lent_is_one_line(answer: int | StorageError
             segments.began(memory)
         await until(lambda: bool(logs))
     assert [line["event"] for line in logs] == ["the pool gets no segment for a further rank"]
+
+
+async def test_a_bug_while_a_segment_is_lent_is_reported() -> None:
+    async def call(_: object) -> int:
+        await asyncio.sleep(0)
+        raise KeyError("wrong")
+
+    loop, reported = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: reported.append(context.get("exception")))
+    segments = Segments(lending(64 * MIB), call)
+    ranks = [Memory(4096, rank) for rank in range(2)]
+    for memory in ranks:
+        segments.began(memory)
+    await asyncio.sleep(0.01)
+    gc.collect()
+    loop.set_exception_handler(None)
+    assert [str(one) for one in reported] == ["'wrong'"]
 
 
 async def test_a_segment_that_was_not_lent_is_lent_for_the_next_rank() -> None:

@@ -98,7 +98,7 @@ class SdkTokenStorage(TokenStorage):
         self._library = load_library()
         self._ranks: dict[int, _AttachedRank] = {}
         self._detached: list[_AttachedRank] = []  # ranks that were detached while some of their calls still ran
-        self._background = Background()
+        self._background = Background(awaited=False)
         self._counts: Counter[str] = Counter()
 
     # --- life ---------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Segments:
         self._nbytes = int(section.global_segment_size) if section.segment_per_rank else 0
         self._call = call
         self._served: dict[int, Hashable] = {}  # lenders, by the address of their staging memory
-        self._running = Background()
+        self._running = Background(awaited=False)
         self.lent = 1  # or being lent
 
     def began(self, memory: HostMemory) -> None:
