@@ -144,6 +144,12 @@ class Background:
         while self._running:
             await asyncio.wait(self._running)
 
+    async def stop(self) -> None:
+        """Cancel all pieces, and wait until they have ended."""
+        for piece in list(self._running):
+            piece.cancel()
+        await self.settled()
+
     async def ended(self) -> None:
         """Wait for those that run now."""
         if self._running:

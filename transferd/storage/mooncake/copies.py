@@ -24,6 +24,7 @@ import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import RequestError, StorageError, StorageUnavailable, TransferError
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
 from transferd.storage.mooncake.client import CopyTask, PoolClient
 from transferd.storage.mooncake.error_codes import NOT_THERE, OK, describe
@@ -145,7 +146,7 @@ class Copies:
         self._left_bytes = 0
         self._made = 0
         self._missing: int | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Background(awaited=False)
         self._leaving = False
         self._spent = 0.0  # seconds of a core that were spent on pages since the watch's last look
 
@@ -156,7 +157,7 @@ class Copies:
     def start(self) -> None:
         """Look for lost copies from now on, if objects have several."""
         if self._section.replica_num > 1:
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
+            self._watching.begin(self._watch())
 
     async def close(self) -> None:
         """End the pass that runs, and begin no other. Idempotent."""
@@ -171,9 +172,7 @@ class Copies:
 
     async def _leave(self) -> None:
         self._leaving, self._by = True, -math.inf
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.wait([self._watching])
+        await self._watching.stop()
 
     # --- what is asked for ----------------------------------------------------------------------------
 
@@ -330,7 +329,7 @@ class Copies:
         total = sum(held.nbytes for held in found)
         left = list(found)
         run = _Run(self._peers)
-        watching = self._peers.watch(run.call)
+        self._peers.watch(run.call)
         try:
             for _ in range(ROUNDS):
                 before = len(left)
@@ -341,7 +340,6 @@ class Copies:
                     break
         finally:
             run.call.end()
-            watching.cancel()
             self._left_bytes = 0
         left_bytes = sum(held.nbytes for held in left)
         self._made += run.made

@@ -29,6 +29,7 @@ from typing import Protocol, TypeVar
 import structlog
 
 from transferd.errors import StorageUnavailable
+from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
 from transferd.storage.mooncake import connections
@@ -64,8 +65,9 @@ class Call:
 
     peers: frozenset[str] = frozenset()
     left: StorageUnavailable | None = None  # why nobody waits for its end any more
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # ended, or left
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)  # of those who look after it, until it ends
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _over: asyncio.Event = field(default_factory=asyncio.Event)  # ended, or left
 
     @property
     def ended(self) -> bool:
@@ -73,37 +75,33 @@ class Call:
 
     def end(self) -> None:
         self._ended.set()
-        self._over.set()
+        self.over.set()
+        for timer in self.timers:
+            timer.cancel()
 
     def leave(self, why: StorageUnavailable) -> None:
         """Answer those that wait for it: it hangs."""
         if not self.ended and self.left is None:
             self.left = why
-            self._over.set()
+            self.over.set()
 
-    async def over(self) -> None:
-        """Wait until it has ended, or was left."""
-        await self._over.wait()
-
-    async def ends(self, within: float) -> bool:
-        """Wait for its end. Returns False if it still runs after `within` seconds."""
+    async def ends(self, within: float) -> None:
+        """Wait for its end, at most so many seconds."""
         with contextlib.suppress(TimeoutError):
             await wait_for(self._ended.wait(), within)
-        return self.ended
 
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One node."""
+    """One node. gone, since: of one that is down."""
 
     endpoint: str
     used: float
-    why: str = ""  # why it is down; "" while it is up
     gone: bool = False  # its process has ended
     since: float = 0.0  # when it went down, in monotonic seconds
     addresses: frozenset[Address] = frozenset()  # where it listens
-    asking: asyncio.Task[None] | None = None
-    learning: asyncio.Task[object] | None = None
+    asking: asyncio.Future[None] | None = None
+    learning: asyncio.Future[None] | None = None
 
 
 class Peers:
@@ -115,28 +113,24 @@ class Peers:
     def __init__(self, clock: Clock, in_thread: OffLoop, asker: Asker = ask) -> None:
         self.down: dict[str, str] = {}  # by endpoint: why
         self.doubted: set[str] = set()  # those that have not answered yet
-        self._asking_all: asyncio.Task[object] | None = None
+        self._asking_all: asyncio.Future[None] | None = None
         self.opened = 0  # how often one went down
         self.cut = 0  # connections that were ended
         self._clock = clock
         self._in_thread = in_thread
         self._ask = asker
         self._known: dict[str, Peer] = {}
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._running = Background(awaited=False)
         self._over = False
 
-    def check(self, endpoint: str) -> None:
-        """Raise StorageUnavailable, with the node's name, if it is down."""
-        if (why := self.down.get(endpoint)) is not None:
-            self._known[endpoint].used = self._clock.monotonic()
-            raise StorageUnavailable(unreachable(endpoint, why))
-
     async def verdict(self, endpoint: str) -> None:
-        """Wait until it is known whether the node answers; then `check`."""
+        """Wait until it is known whether the node answers. Raises StorageUnavailable, with its name, if it is down."""
         peer = self._known.get(endpoint)
         if peer is not None and peer.asking is not None:
             await asyncio.wait([peer.asking])
-        self.check(endpoint)
+        if (why := self.down.get(endpoint)) is not None:
+            self._known[endpoint].used = self._clock.monotonic()
+            raise StorageUnavailable(unreachable(endpoint, why))
 
     def met(self, endpoints: Collection[str]) -> None:
         """Remember these nodes, and ask the new ones where they listen."""
@@ -148,16 +142,16 @@ class Peers:
             if peer is not None:
                 peer.used = now
                 if peer.learning is None and not self._over:
-                    peer.learning = self._begin(self._learn(peer))
+                    peer.learning = self._running.begin(self._learn(peer))
 
-    def watch(self, call: Call) -> asyncio.TimerHandle:
-        """Look after a call that begins now, until it ends. Cancel the handle when it has ended."""
-        return asyncio.get_running_loop().call_later(SUSPECT_S, self._overdue, call)
+    def watch(self, call: Call) -> None:
+        """Look after a call that begins now, until it ends."""
+        call.timers.append(asyncio.get_running_loop().call_later(SUSPECT_S, self._overdue, call))
 
     def put_failed(self) -> None:
         """After a copy to an unnamed node has failed: find out which nodes are down."""
         if not self._over and (self._asking_all is None or self._asking_all.done()):
-            self._asking_all = self._begin(self._ask_all())
+            self._asking_all = self._running.begin(self._ask_all())
 
     def in_the_way(self) -> bool:
         """Whether the master may give an object to a node that is down. From any thread."""
@@ -168,15 +162,11 @@ class Peers:
     async def close(self) -> None:
         """Ask no node any more. Idempotent."""
         self._over = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await self._running.stop()
 
     def _room(self) -> bool:
         if len(self._known) >= MOST:
-            up = [peer for peer in self._known.values() if not peer.why]
+            up = [peer for peer in self._known.values() if peer.endpoint not in self.down]
             if not up:
                 return False
             idle = min(up, key=lambda peer: peer.used)
@@ -184,14 +174,8 @@ class Peers:
         return True
 
     def _overdue(self, call: Call) -> None:
-        if not call.ended and not self._over:
-            self._begin(self._look_after(call))
-
-    def _begin(self, work: Awaitable[object]) -> asyncio.Task[object]:
-        task: asyncio.Task[object] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        if not self._over:
+            self._running.begin(self._look_after(call))
 
     # --- a call that takes long -----------------------------------------------------------------------
 
@@ -200,12 +184,13 @@ class Peers:
             suspects = await self._suspects(call)
             await asyncio.gather(*(self._doubt(peer) for peer in suspects))
             until = self._clock.monotonic() + LEAVE_S
-            while not call.ended and (down := [peer for peer in suspects if peer.why]):
+            while not call.ended and (down := [peer for peer in suspects if peer.endpoint in self.down]):
                 await self._end_connections(down)
                 await call.ends(CUT_S)
                 # It waits for something that we cannot end. (A put ends, and its copies are made elsewhere.)
                 if self._clock.monotonic() >= until and call.peers:
-                    call.leave(StorageUnavailable(unreachable(down[0].endpoint, down[0].why)))
+                    endpoint = down[0].endpoint
+                    call.leave(StorageUnavailable(unreachable(endpoint, self.down.get(endpoint, ""))))
             await call.ends(ASK_AGAIN_S)
 
     async def _suspects(self, call: Call) -> list[Peer]:
@@ -224,25 +209,26 @@ class Peers:
 
     async def _learn(self, peer: Peer) -> None:
         """Find out where a node listens, while it answers."""
-        try:
-            self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
-        except StorageUnavailable:
-            self._heard(peer, None)
+        if await self._silent(peer, SILENT_S):
             peer.learning = None  # the next call that meets it tries again
 
-    def _heard(self, peer: Peer, addresses: frozenset[Address] | None) -> None:
-        if addresses is not None:
-            peer.addresses = addresses
-        elif not peer.addresses and (address := _literal(peer.endpoint)) is not None:
-            peer.addresses = frozenset({address})  # the library cannot get further than this one either
+    async def _silent(self, peer: Peer, within: float) -> StorageUnavailable | None:
+        """Ask a node where it listens. Returns why it does not answer; None if it does."""
+        try:
+            peer.addresses = await self._ask(peer.endpoint, within)
+        except StorageUnavailable as error:
+            if not peer.addresses and (address := _literal(peer.endpoint)) is not None:
+                peer.addresses = frozenset({address})  # the library cannot get further than this one either
+            return error
+        return None
 
     async def _doubt(self, peer: Peer) -> None:
         """Ask a node; if it does not answer, it is down from then on. Simultaneous callers share one question."""
-        if peer.why:
+        if peer.endpoint in self.down:
             return
         if peer.asking is None:
             self.doubted.add(peer.endpoint)
-            peer.asking = asyncio.ensure_future(self._find_out(peer))
+            peer.asking = self._running.begin(self._find_out(peer))
         await asyncio.shield(peer.asking)
 
     async def _ask_all(self) -> None:
@@ -251,12 +237,10 @@ class Peers:
 
     async def _find_out(self, peer: Peer) -> None:
         try:
-            self._heard(peer, await self._ask(peer.endpoint, SILENT_S))
-        except StorageUnavailable as error:
-            self._heard(peer, None)
+            error = await self._silent(peer, SILENT_S)
             sends = functools.partial(connections.heard, peer.addresses, SILENT_S)
             # One that sends is not down: its network loses packets, our question among them.
-            if isinstance(error, Gone) or not await self._in_thread(sends):
+            if error is not None and (isinstance(error, Gone) or not await self._in_thread(sends)):
                 self._went_down(peer, error)
         finally:
             peer.asking = None
@@ -265,26 +249,25 @@ class Peers:
     def _went_down(self, peer: Peer, error: StorageUnavailable) -> None:
         if self._over:
             return
-        peer.why, peer.gone, peer.since = str(error), isinstance(error, Gone), self._clock.monotonic()
-        self.down[peer.endpoint] = peer.why
+        peer.since = self._clock.monotonic()
+        self._is_down(peer, error)
         self.opened += 1
-        log.warning("a node of the pool does not answer: its objects fail at once", node=peer.endpoint, reason=peer.why)
-        self._begin(self._until_back(peer))
+        what = "a node of the pool does not answer: its objects fail at once"
+        log.warning(what, node=peer.endpoint, reason=self.down[peer.endpoint])
+        self._running.begin(self._until_back(peer))
+
+    def _is_down(self, peer: Peer, error: StorageUnavailable) -> None:
+        self.down[peer.endpoint], peer.gone = str(error), isinstance(error, Gone)
 
     async def _until_back(self, peer: Peer) -> None:
         """Ask a node that is down until it answers, or until no call has needed it for FORGET_S."""
         while self._clock.monotonic() - peer.used < FORGET_S:
             await asyncio.sleep(PROBE_S)
-            try:
-                self._heard(peer, await self._ask(peer.endpoint, PROBE_TIMEOUT_S))
-            except StorageUnavailable as error:
-                peer.why, peer.gone = str(error), isinstance(error, Gone)
-                self.down[peer.endpoint] = peer.why
-                continue
-            log.info("a node of the pool answers again", node=peer.endpoint)
-            break
-        self.down.pop(peer.endpoint, None)
-        peer.why, peer.gone = "", False
+            if (error := await self._silent(peer, PROBE_TIMEOUT_S)) is None:
+                log.info("a node of the pool answers again", node=peer.endpoint)
+                break
+            self._is_down(peer, error)
+        del self.down[peer.endpoint]
 
 
 def unreachable(endpoint: str, why: str) -> str:

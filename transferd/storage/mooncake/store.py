@@ -490,7 +490,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._breaker.check()
         client, call = self._opened(), call or Call()
         made = asyncio.ensure_future(self._to_its_end(kind, lambda: work(client), moves, call))
-        await call.over()
+        await call.over.wait()
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
         answers = await made
@@ -501,7 +501,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self, kind: CallKind, work: Callable[[], dict[str, Code]], moves: int, call: Call
     ) -> dict[str, Code]:
         before = self._clock.monotonic(), self._clock.wall()
-        timers: list[asyncio.TimerHandle] = []
         self._moving += moves
         self._stuck.add(call)
 
@@ -509,9 +508,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             self._breaker.check()  # it may have opened while the call waited for a thread
             self._stuck.discard(call)
             overdue = functools.partial(self._overdue, call, moves)
-            timers.append(asyncio.get_running_loop().call_later(self._section.timeout, overdue))
+            call.timers.append(asyncio.get_running_loop().call_later(self._section.timeout, overdue))
             if moves:
-                timers.append(self._peers.watch(call))
+                self._peers.watch(call)
 
         try:
             try:
@@ -519,8 +518,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             finally:
                 call.end()
                 self._stuck.discard(call)
-                for timer in timers:
-                    timer.cancel()
             await self._hold_buffers(moves, answers.values(), before)
         finally:
             self._moving -= moves
