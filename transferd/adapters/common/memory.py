@@ -52,9 +52,12 @@ class Mapped:
         raise TierError(f"the memory of {self.path} has neither a name in {DIRECTORY} nor an open descriptor")
 
 
-class _KernelMapping(NamedTuple):
+class KernelMapping(NamedTuple):
+    """A range of this process's addresses. writable: and readable."""
+
     start: int
     end: int
+    writable: bool
     shared: bool
     offset: int
     identity: tuple[int, int]
@@ -64,7 +67,7 @@ class _KernelMapping(NamedTuple):
 def shared_memory_at(address: int, nbytes: int) -> Mapped:
     """The shared memory that contains these bytes of this process. Raises TierError if others cannot map it."""
     reached, first = address, None
-    for part in _mappings():
+    for part in mappings():
         if part.end <= reached:
             continue
         if part.start > reached:
@@ -88,11 +91,12 @@ def bytes_at(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
 
 
-def _mappings() -> Iterator[_KernelMapping]:
+def mappings() -> Iterator[KernelMapping]:
     """The mappings of this process, by address."""
     for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         where, permissions, offset, device, inode, *path = line.split(maxsplit=5)
         start, end = (int(text, 16) for text in where.split("-"))
         major, minor = (int(text, 16) for text in device.split(":"))
         identity = os.makedev(major, minor), int(inode)
-        yield _KernelMapping(start, end, permissions[3] == "s", int(offset, 16), identity, path[0] if path else "")
+        writable, shared = permissions.startswith("rw"), permissions[3] == "s"
+        yield KernelMapping(start, end, writable, shared, int(offset, 16), identity, path[0] if path else "")

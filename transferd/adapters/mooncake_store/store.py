@@ -14,11 +14,11 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transferd.adapters.common.companion import OneDaemon
 from transferd.adapters.common.copied import Pieces
+from transferd.adapters.common.memory import mappings
 from transferd.adapters.common.settings import engine_name
 from transferd.adapters.mooncake_store.settings import MOONCAKE, StoreSettings, settings
 from transferd.adapters.mooncake_store.sizes import AttachedSize, KnownSizes
@@ -27,7 +27,6 @@ from transferd.runtime.clock import SYSTEM_CLOCK
 
 OK, INTERNAL_ERROR, INVALID_PARAMS, OBJECT_NOT_FOUND, TRANSFER_FAIL = 0, -1, -600, -704, -800  # Mooncake's codes
 MOST_SIZES = 16  # the daemon also bounds its engines
-MAPS = Path("/proc/self/maps")
 LEAVE_S = 5.0
 ENGINES = itertools.count()  # of this process, which may have several stores
 
@@ -346,14 +345,11 @@ def _uneven(pointers: Sequence[int], sizes: Sequence[int]) -> bool:
 def _on_host(address: int, nbytes: int) -> bool:
     """Whether this process can read and write these bytes. A GPU's memory has addresses, too."""
     reached = address
-    for line in MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        where, permissions, *_ = line.split(maxsplit=2)
-        start, end = (int(text, 16) for text in where.split("-"))
-        if end <= reached:
-            continue
-        if start > reached or not permissions.startswith("rw"):
-            return False
-        reached = end
-        if reached >= address + nbytes:
-            return True
+    for part in mappings():
+        if part.end > reached:
+            if part.start > reached or not part.writable:
+                return False
+            reached = part.end
+            if reached >= address + nbytes:
+                return True
     return False
