@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.memory_group import memory_group
 from transferd.runtime import limits
-from transferd.runtime.limits import USUAL_MAPS, memory_left, memory_total, most_maps, pids_left
+from transferd.runtime.limits import USUAL_MAPS, connect_limit, memory_left, memory_total, most_maps, pids_left
 
 GIB, MIB = 1024**3, 1024**2
 
@@ -152,3 +152,9 @@ print("served")
     assert refused[0].startswith("no_room cannot allocate 1073741824 bytes of host memory: there is room for ")
     assert "cannot allocate 1073741824 bytes of shared memory" in refused[1]
     assert last == "served"
+
+
+def test_the_kernel_gives_up_a_connection_after_so_many_tries(tree: Tree) -> None:
+    assert connect_limit() == 127, "Linux's default"
+    tree.write("proc/sys/net/ipv4/tcp_syn_retries", 2)
+    assert connect_limit() == 7

@@ -1,4 +1,4 @@
-"""What the kernel lets this process have: memory and threads, by the machine and by each control group that it is in.
+"""What the kernel lets this process have: memory, threads, time, by the machine and by each control group it is in.
 
 The one place that reads it. Whoever asks "is there room" asks here: offers, host blocks, staging, the checks before a
 start, the doctor. A process has a group of its own (a unit with MemoryMax=, a container), which lies in others, and the
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 NO_LIMIT = 2**63
 USUAL_MAPS = 65530
+USUAL_RETRIES = 6
 ROOT = Path("/")
 CACHED = ("inactive_file", "active_file")  # in memory.stat
 
@@ -56,6 +57,11 @@ def pids_left() -> ControlGroup | None:
 def most_maps() -> int:
     """How many ranges of memory a process may map (vm.max_map_count)."""
     return _number(ROOT / "proc/sys/vm/max_map_count") or USUAL_MAPS
+
+
+def connect_limit() -> float:
+    """For how many seconds the kernel tries to connect over TCP: first for one, and each time twice as long."""
+    return 2.0 ** ((_number(ROOT / "proc/sys/net/ipv4/tcp_syn_retries") or USUAL_RETRIES) + 1) - 1
 
 
 def groups(resource: str) -> list[ControlGroup]:

@@ -16,7 +16,7 @@ from transferd.storage.mooncake.master_pages import (
     BATCH,
     pages_address,
     read_all,
-    read_objects,
+    read_named,
     read_page,
     read_segments,
 )
@@ -61,9 +61,9 @@ def test_a_real_masters_pages_say_who_lends_memory_and_who_has_what_without_a_le
         found = [one for some in everything for one in some]
         assert sorted(one.key for one in found) == sorted(keys)
         assert {(one.nbytes, one.nodes) for one in found} == {(100, (segment.node,))}
-        assert read_objects(pages, ["absent", keys[0]]) == [(keys[0], 100, (segment.node,))]
+        assert next(read_named(pages, ["absent", keys[0]])) == [(keys[0], 100, (segment.node,))]
         assert store.remove(keys[0]) == 0, "not leased: a lookup by the library leases, and then this is refused"
-        assert read_objects(pages, keys[:2]) == [(keys[1], 100, (segment.node,))]
+        assert next(read_named(pages, keys[:2])) == [(keys[1], 100, (segment.node,))]
         store.close()
 
 
@@ -90,7 +90,8 @@ def other() -> Iterator[str]:
 
 
 def test_a_server_that_is_not_a_master_is_named_with_its_address(other: str) -> None:
-    for read in (read_segments, lambda address: read_objects(address, ["k"]), lambda address: list(read_all(address))):
+    named, everything = lambda address: list(read_named(address, ["k"])), lambda address: list(read_all(address))
+    for read in (read_segments, named, everything):
         with pytest.raises(StorageUnavailable, match=f"{other} does not answer like a Mooncake master"):
             read(other)
 

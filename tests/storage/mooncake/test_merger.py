@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -67,7 +68,7 @@ def keys(*numbers: int) -> Sequence[str]:
 
 
 async def test_the_first_goes_at_once_and_those_behind_it_together_each_with_its_own_answer(library: Library) -> None:
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     tasks = await submit(merger, batch(1), batch(2, 3), batch(4), batch(5, 6))
     assert library.calls == [keys(1)]
     library.ends[0].set_result(None)
@@ -75,20 +76,20 @@ async def test_the_first_goes_at_once_and_those_behind_it_together_each_with_its
     assert library.calls == [keys(1), keys(2, 3, 4, 5, 6)]
     library.ends[1].set_result(None)
     assert await asyncio.gather(*tasks) == [answers(1), answers(2, 3), answers(4), answers(5, 6)]
-    assert (len(library.calls), merger.merged) == (2, 2)
+    assert (len(library.calls), merger._counts["batches_merged"]) == (2, 2)
 
 
 async def test_one_after_the_other_is_one_call_each(library: Library) -> None:
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     for number in range(3):
         (task,) = await submit(merger, batch(number))
         library.ends[-1].set_result(None)
         assert await task == answers(number)
-    assert (len(library.calls), merger.merged) == (3, 0)
+    assert (len(library.calls), merger._counts["batches_merged"]) == (3, 0)
 
 
 async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     tasks = await submit(merger, batch(0), batch(1, 2), batch(2, 3))
     for end in range(3):
         library.ends[end].set_result(None)
@@ -105,7 +106,7 @@ async def test_a_key_that_waits_twice_is_in_two_calls(library: Library) -> None:
     ],
 )
 async def test_a_call_has_a_largest_size(library: Library, first: Batch, second: Batch) -> None:
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     tasks = await submit(merger, batch(0), first, second)
     for end in range(3):
         library.ends[end].set_result(None)
@@ -116,7 +117,7 @@ async def test_a_call_has_a_largest_size(library: Library, first: Batch, second:
 
 async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library: Library) -> None:
     """A quiet engine's batch is in the next call, however many large ones of another wait before it."""
-    merger, most = Merger(library), MOST_BYTES
+    merger, most = Merger(library, Counter()), MOST_BYTES
     flood, quiet = contextvars.copy_context(), contextvars.copy_context()
     flood.run(whose.set, "flood")
     quiet.run(whose.set, "quiet")
@@ -134,7 +135,7 @@ async def test_engines_take_turns_and_each_ones_batches_keep_their_order(library
 
 async def test_a_batch_beyond_the_bound_is_sent_alone(library: Library) -> None:
     huge = batch(*range(2 * MOST_OBJECTS), nbytes=MOST_BYTES)
-    (task,) = await submit(Merger(library), huge)
+    (task,) = await submit(Merger(library, Counter()), huge)
     library.ends[0].set_result(None)
     assert len(await task) == 2 * MOST_OBJECTS
 
@@ -143,7 +144,7 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merger_module, "PATIENCE_S", 0.01)
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     hanging, *others = await submit(merger, batch(0), batch(1), batch(2))
     async with timeout(30):
         while len(library.calls) < 2:  # noqa: ASYNC110 - patience ends by itself
@@ -163,7 +164,7 @@ async def test_a_call_that_hangs_is_passed_by_those_behind_it(
 
 async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merger_module, "PATIENCE_S", 0.0)
-    merger = Merger(library, most=2)
+    merger = Merger(library, Counter(), most=2)
     hanging = await submit(merger, batch(0), batch(1))
     others = await submit(merger, batch(2), batch(3))
     assert library.calls == [keys(0), keys(1)]
@@ -177,7 +178,7 @@ async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monke
 
 
 async def test_every_caller_of_a_merged_call_gets_its_error_and_the_next_call_goes_on(library: Library) -> None:
-    merger = Merger(library)
+    merger = Merger(library, Counter())
     tasks = await submit(merger, batch(0), batch(1), batch(2))
     library.ends[0].set_result(None)
     await turns()

@@ -519,7 +519,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             held.append(seconds)
 
     monkeypatch.setattr(client, "stall_limit", lambda: 3.0)
-    monkeypatch.setattr(client, "_connect_limit", lambda: 127.0)
+    monkeypatch.setattr(client, "connect_limit", lambda: 127.0)
     monkeypatch.setattr(asyncio, "sleep", sleep)
     return held
 

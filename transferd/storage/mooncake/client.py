@@ -30,6 +30,7 @@ import structlog
 
 from transferd.config import MooncakeStorageSection
 from transferd.errors import ConfigError, InvariantError, StorageError, StorageUnavailable
+from transferd.runtime.limits import connect_limit
 from transferd.storage.base import Blob
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, OVERTAKEN, UNSEEN, describe
@@ -254,16 +255,7 @@ def longest_transfer(objects: int) -> float:
     the node may come back, and the queue runs, LANES at a time, each until it moves no byte for the limit.
     """
     lanes = int(os.environ.get("MC_TCP_LANES_PER_PEER", "") or LANES)
-    return lanes * _connect_limit() + -(-objects // lanes) * stall_limit()
-
-
-def _connect_limit() -> float:
-    """For how long the kernel tries to connect: first for a second, and each time twice as long."""
-    try:
-        retries = int(Path("/proc/sys/net/ipv4/tcp_syn_retries").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        retries = 6  # Linux's default
-    return float(2 ** (retries + 1) - 1)
+    return lanes * connect_limit() + -(-objects // lanes) * stall_limit()
 
 
 def _set_limits(section: MooncakeStorageSection) -> None:

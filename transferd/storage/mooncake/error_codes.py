@@ -6,6 +6,8 @@ is an error of its object and is reported by number.
 
 from __future__ import annotations
 
+from transferd.errors import StorageError, StorageUnavailable
+
 OK = 0
 INTERNAL_ERROR = -1
 NO_AVAILABLE_HANDLE = -200  # no segment has room; also for a second after a master's restart
@@ -63,3 +65,9 @@ def describe(code: int) -> str:
     """A code as readable text, such as `OBJECT_NOT_FOUND, -704`."""
     name = NAMES.get(code)
     return f"code {code}" if name is None else f"{name}, {code}"
+
+
+def error(verb: str, key: str, code: int) -> StorageError:
+    """The error of an object with this code. verb: what was to be done with it."""
+    kind = StorageUnavailable if code in NO_ANSWER else StorageError
+    return kind(f"Mooncake could not {verb} {key} ({describe(code)})")

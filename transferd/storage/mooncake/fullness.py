@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
+from transferd.errors import StorageError, StorageFull, TransferError
 from transferd.observability.units import size
 from transferd.runtime.clock import Clock
 from transferd.storage.base import Found, Outcome
@@ -98,5 +98,4 @@ def not_stored(key: str, code: int, nbytes: int, before: PoolState | None, after
 
 
 def failed(verb: str, key: str, code: int) -> Outcome:
-    kind = StorageUnavailable if code in error_codes.NO_ANSWER else StorageError
-    return Outcome(Found.FAILED, kind(f"Mooncake could not {verb} {key} ({error_codes.describe(code)})"))
+    return Outcome(Found.FAILED, error_codes.error(verb, key, code))

@@ -11,6 +11,7 @@ endpoint in place of a code.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 
 from transferd.errors import StorageError, StorageUnavailable
@@ -33,19 +34,15 @@ Native = Callable[[Callable[[PoolClient], Codes], int, Call], Awaitable[Codes]]
 
 
 class Loads:
-    """Gets objects from the pool, each node's apart. peers: borrowed."""
+    """Gets objects from the pool, each node's apart. peers: borrowed. counts: see Merger."""
 
-    def __init__(self, native: Native, peers: Peers) -> None:
+    def __init__(self, native: Native, peers: Peers, counts: Counter[str]) -> None:
         self._native = native
         self._peers = peers
-        self._all: Merger[Answer] = Merger(self._ours_and_one)
+        self._counts = counts
+        self._all: Merger[Answer] = Merger(self._ours_and_one, counts)
         self._by_peer: dict[str, Merger[Answer]] = {}
         self._awaited: dict[str, Call] = {}  # nodes that a call of `_all` waits for; its thread sets it
-        self._merged = 0  # in mergers that are no more
-
-    @property
-    def merged(self) -> int:
-        return self._all.merged + self._merged + sum(merger.merged for merger in self._by_peer.values())
 
     async def run(self, batch: Batch) -> dict[str, Answer]:
         """The answer for each key, without endpoints. Raises StorageError if the master does not answer."""
@@ -73,12 +70,12 @@ class Loads:
             await self._peers.verdict(endpoint)
             merger = self._by_peer.get(endpoint)
             if merger is None:
-                merger = self._by_peer[endpoint] = Merger(lambda joined: self._get(endpoint, joined), MOST)
+                merger = Merger(lambda joined: self._get(endpoint, joined), self._counts, MOST)
+                self._by_peer[endpoint] = merger
             try:
                 return await merger.run(batch)
             finally:
                 if merger.idle and self._by_peer.get(endpoint) is merger:
-                    self._merged += merger.merged
                     del self._by_peer[endpoint]
         except StorageError as error:
             return dict.fromkeys(batch, error)

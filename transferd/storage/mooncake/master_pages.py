@@ -15,7 +15,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -73,14 +73,6 @@ def read_segments(address: str, timeout: float = TIMEOUT_S) -> list[LentMemory]:
         return [_segment(row) for row in json.load(response).get("segments", [])]
 
 
-def read_objects(address: str, keys: Sequence[str]) -> list[PoolObject]:
-    """Those of these objects that are whole somewhere. No key has a comma. Raises StorageUnavailable."""
-    asked = urllib.parse.quote(",".join(keys), safe="")
-    with _opened(address, f"batch_query_keys?keys={asked}", TIMEOUT_S) as response:
-        found = json.load(response)["data"]
-        return [_object(key, found[key]["values"]) for key in keys if key in found and found[key]["values"]]
-
-
 def read_all(address: str, share: tuple[int, int] = (0, 1)) -> Iterator[list[PoolObject]]:
     """All objects of the pool, or one share of so many, BATCH objects at a time. Raises StorageUnavailable.
 
@@ -93,15 +85,21 @@ def read_all(address: str, share: tuple[int, int] = (0, 1)) -> Iterator[list[Poo
             listed.writelines(line for line in lines if zlib.crc32(line) % shares == number)
         listed.seek(0)
         keys = (line.decode("utf-8", "replace").rstrip("\n") for line in listed)
-        askable = (key for key in keys if key and "," not in key)
-        while some := list(islice(askable, BATCH)):
-            yield read_objects(address, some)
+        yield from read_named(address, (key for key in keys if key and "," not in key))
 
 
-def read_named(address: str, keys: Sequence[str]) -> Iterator[list[PoolObject]]:
-    """Those of these objects that are there, BATCH objects at a time. Raises StorageUnavailable."""
-    for start in range(0, len(keys), BATCH):
-        yield read_objects(address, keys[start : start + BATCH])
+def read_named(address: str, keys: Iterable[str]) -> Iterator[list[PoolObject]]:
+    """Those of these objects that are whole somewhere, of BATCH at a time. No key has a comma.
+
+    Raises StorageUnavailable.
+    """
+    left = iter(keys)
+    while some := list(islice(left, BATCH)):
+        asked = urllib.parse.quote(",".join(some), safe="")
+        with _opened(address, f"batch_query_keys?keys={asked}", TIMEOUT_S) as response:
+            found = json.load(response)["data"]
+            objects = [_object(key, found[key]["values"]) for key in some if key in found and found[key]["values"]]
+        yield objects
 
 
 def _segment(row: dict[str, object]) -> LentMemory:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import enum
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -81,13 +81,9 @@ class NativeCalls:
             self._free[kind].release()
 
     async def _a_thread(self, kind: CallKind) -> None:
-        free = self._free[kind]
-        if not free.locked():
-            await free.acquire()  # at once
-            return
         try:
             async with timeout(self._wait):
-                await free.acquire()
+                await self._free[kind].acquire()
         except TimeoutError:
             raise StorageUnavailable(
                 f"mooncake: {kind.threads} {kind.name.lower()} calls are running and none ended within {self._wait:g} s"
@@ -127,12 +123,14 @@ class Merger(Generic[T]):
 
     call: makes one call, with an answer for each key; no key occurs twice in it. If it raises, every batch in it gets
     the error.
-    most: calls at a time.
+    counts: `batches_merged` counts the batches that joined another's call. most: calls at a time.
     """
 
-    def __init__(self, call: Callable[[Batch], Awaitable[dict[str, T]]], most: float = math.inf) -> None:
-        self.merged = 0  # batches that joined another's call
+    def __init__(
+        self, call: Callable[[Batch], Awaitable[dict[str, T]]], counts: Counter[str], most: float = math.inf
+    ) -> None:
         self._call = call
+        self._counts = counts
         self._most = most
         self._under_way = 0
         self._queues: OrderedDict[str, deque[_Waiting[T]]] = OrderedDict()  # by engine, the next one first
@@ -174,7 +172,7 @@ class Merger(Generic[T]):
             if not queue:
                 del self._queues[owner]
         self._under_way += 1
-        self.merged += len(group) - 1
+        self._counts["batches_merged"] += len(group) - 1
         self._fresh = group
         return group
 

@@ -95,7 +95,7 @@ CONTEST_PAUSES_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.4)  # gives ano
 
 _COUNTED_AS = {Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 _COUNTS = ("hits", "misses", "wrong_length", "corrupt", "errors", "waited_for_room", "contested", "taken_over", "held",
-           "under_replicated")  # fmt: skip
+           "under_replicated", "batches_merged")  # fmt: skip
 
 
 class MooncakeStorage(SlotStorage, PoolNode, Index):
@@ -135,16 +135,16 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._segments = Segments(section, self._copying_call)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
-        self._peers = Peers(clock, self._look, asker)
-        self._puts = Merger(self._put_together)
+        self._peers = Peers(clock, lambda work: self._calls.run(CallKind.LOOK, work), asker)
+        self._puts = Merger(self._put_together, self._counts)
         native = functools.partial(self._native, CallKind.LOAD)
-        self._loads = Loads(native, self._peers)
+        self._loads = Loads(native, self._peers, self._counts)
         self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
         self._looks = Looks(lambda: self._copying_call(lambda _: read_state(self._copies.pages)), clock)
         self._left: Callable[[str], object] = lambda _: None
         self._moving = 0  # objects in native calls
         self._doubt: asyncio.Task[None] | None = None  # asks whether the master answers
-        own = Loads(native, self._peers)  # a record joins no other load: it may wait for a node
+        own = Loads(native, self._peers, self._counts)  # a record joins no other load: it may wait for a node
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, own)
 
     @classmethod
@@ -260,11 +260,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         keys = [key_of(name) for name in names]
         self._copies.recent.used(keys)
         found = await self._counted(self._native(CallKind.LOAD, lambda client: client.exists(keys)))
-        wrong = next((code for code in found.values() if code not in (0, 1)), None)
-        if wrong is not None:
-            self._counts["errors"] += 1
-            kind = StorageUnavailable if wrong in error_codes.NO_ANSWER else StorageError
-            raise kind(f"Mooncake could not look up the keys ({error_codes.describe(wrong)})")
+        for key, code in found.items():
+            if code not in (0, 1):
+                self._counts["errors"] += 1
+                raise error_codes.error("look up", key, code)
         there = [found[key] == 1 for key in keys]
         if self._layouts is not None and not all(there):
             self._layouts.absent(names[there.index(False)])
@@ -329,7 +328,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "peers_down": dict(self._peers.down),
                 "peers_went_down": self._peers.opened,
                 "connections_cut": self._peers.cut,
-                "batches_merged": self._puts.merged + self._loads.merged,
                 "calls_under_way": self._calls.under_way,
             }
             | self._suspects.statistics()
@@ -408,30 +406,25 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                     break
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
-            still = await self._take_over(missing)
+            # The other writer does not finish, or there is none: a full pool may evict an object before our lookup
+            # has leased it. So overwrite what is there.
+            self._counts["taken_over"] += len(missing)
+            answers = await self._replace(missing)
+            absent = await self._absent(missing)
         except LeftRunning:
             raise
         except StorageUnavailable:
             return dict.fromkeys(unseen, error_codes.RPC_FAIL)
+        seen = {error_codes.OK, *error_codes.OVERTAKEN}
+        still = {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
         return dict.fromkeys(unseen, error_codes.OK) | still
 
     async def _absent(self, batch: Batch) -> Batch:
         """The part of a batch that a get would miss now."""
+        if not batch:
+            return batch
         found = await self._native(CallKind.STORE, lambda client: client.exists(batch))
         return part_of(batch, [key for key, code in found.items() if code != 1])
-
-    async def _take_over(self, batch: Batch) -> dict[str, int]:
-        """Overwrite objects whose other writer does not finish. Returns what is still absent, with a code for each.
-
-        There may be no other writer: a full pool may evict an object before our lookup has leased it.
-        """
-        if not batch:
-            return {}
-        self._counts["taken_over"] += len(batch)
-        answers = await self._replace(batch)
-        absent = await self._absent(batch)
-        seen = {error_codes.OK, *error_codes.OVERTAKEN}
-        return {key: error_codes.UNSEEN if answers[key] in seen else answers[key] for key in absent}
 
     # --- get ----------------------------------------------------------------------------------------
 
@@ -557,9 +550,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._breaker.check()
         client = self._opened()
         return await uncancelled(self._calls.run(CallKind.COPY, lambda: work(client)))
-
-    async def _look(self, work: Callable[[], T]) -> T:
-        return await self._calls.run(CallKind.LOOK, work)
 
     async def _hold_buffers(self, moves: int, answers: Iterable[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
