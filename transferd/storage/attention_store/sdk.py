@@ -85,7 +85,7 @@ class SdkTokenStorage(TokenStorage):
     def __init__(self, storage: StorageSection, cache: CacheSection, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ConfigError without an SDK, or for a layout that the SDK cannot store."""
         self._settings = settings(storage)
-        self._ranks_in_group = cache.ranks
+        self._cache = cache
         self.block_size = cache.block_size
         self._generation = configured_generation(storage)
         self._clock = clock
@@ -105,10 +105,10 @@ class SdkTokenStorage(TokenStorage):
 
     async def attach(self, port: RankPort) -> None:
         """Open a session: the SDK needs the device memory for it."""
-        given = self._settings, self._layout, self.block_size, self._ranks_in_group, port.rank, port.device.device
+        given = self._library, self._settings, self._layout, self._cache, port
         starting = SerialExecutor(f"transferd-as-{port.rank}-start")
         try:
-            session = await starting.run(lambda: SdkSession(self._library, *given), "opening of a session")
+            session = await starting.run(lambda: SdkSession(*given), "opening of a session")
         finally:
             starting.close(0.0)
         rank = _AttachedRank(port, session)
@@ -162,13 +162,8 @@ class SdkTokenStorage(TokenStorage):
 
     # --- the contract -------------------------------------------------------------------------------
 
-    async def match(
-        self,
-        path: TokenIds,
-        start: int,
-        generation: str,  # noqa: ARG002 - fixed, see above
-        salt: str = "",  # noqa: ARG002 - always "": the SDK has none
-    ) -> int:
+    async def match(self, path: TokenIds, start: int, generation: str, salt: str = "") -> int:
+        del generation, salt  # fixed, see above; always "", the SDK has none
         tokens = path.array.tolist()
         return min(
             await every(
@@ -193,14 +188,8 @@ class SdkTokenStorage(TokenStorage):
         self._update_index_later(transfer, len(outcome.moved), resident=False)
         return outcome
 
-    async def flush_token_index(
-        self,
-        path: TokenIds,
-        start: int,
-        *,
-        resident: bool,
-        salt: str = "",  # noqa: ARG002 - always "", as above
-    ) -> None:
+    async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool, salt: str = "") -> None:
+        del salt  # always "", as above
         rank = self._ranks.get(MANAGER)
         if rank is None:
             raise StorageError("AttentionStore: rank 0 has no device memory (it was cleared or detached)")
@@ -327,22 +316,16 @@ class SdkSession:
     """
 
     def __init__(
-        self,
-        library: Library,
-        section: AttentionStoreSection,
-        layout: BlockLayout,
-        block_size: int,
-        ranks: int,
-        rank: int,
-        device: int | str,
+        self, library: Library, section: AttentionStoreSection, layout: BlockLayout, cache: CacheSection, port: RankPort
     ) -> None:
         self._library = library
         self._layer_ids = list(range(layout.layers + layout.mtp_layers))
-        self._block_size = block_size
+        self._block_size = cache.block_size
         # MLA and DSA have no values: FastDeploy names the size of the keys twice, too.
         sizes = [plane.nbytes for plane in layout.planes if plane.name in ("key", "value")]
         names = (section.namespace, section.pod_name, section.model_version)
-        args = (*names, rank, ranks, len(self._layer_ids), block_size, sizes[0])
+        args = (*names, port.rank, cache.ranks, len(self._layer_ids), cache.block_size, sizes[0])
+        device = port.device.device
         with _translated(library, "initialisation"):
             if library.attention_type is not None:
                 how = {"attention_type": library.attention_type.MHA, "enable_as_kv_rw": True, "gpu_count": 0}
