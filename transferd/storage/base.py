@@ -357,12 +357,13 @@ class Storage(abc.ABC):
 
     @property
     def pool(self) -> PoolNode | None:
-        """Its part in a pool, or None if no other node keeps its objects."""
-        return None
+        """Its part in a pool: itself, if it is a PoolNode. None if no other node keeps its objects."""
+        return self if isinstance(self, PoolNode) else None
 
     async def only_here(self) -> tuple[int, int]:
         """Objects and bytes that are in this process's memory and nowhere else. Raises StorageError, RequestError."""
-        return 0, 0
+        alone = {} if self.pool is None else await self.pool.alone()
+        return len(alone), sum(alone.values())
 
     @classmethod
     def from_config(cls, config: Config, *, clock: Clock) -> Self:

@@ -211,10 +211,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 raise StillRunning(f"Mooncake calls are still running: {', '.join(self._calls.close())}")
             self._calls.close()
 
-    @property
-    def pool(self) -> PoolNode:
-        return self
-
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
 
@@ -231,10 +227,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         for name in names:
             if key_of(name) not in there:
                 self._left(name)
-
-    async def only_here(self) -> tuple[int, int]:
-        alone = await self.alone()
-        return len(alone), sum(alone.values())
 
     async def alone(self) -> dict[str, int]:
         return {} if self._section.lender else await self._copies.alone()
