@@ -89,10 +89,7 @@ class Outbound(_Half):
 
         Waits without a time limit (the task has a deadline). Raises TransferError if the transfer failed.
         """
-        while not self._fresh and self._unposted and self._error is None and not self.ended:
-            await self._hear()
-        if self._error is not None:
-            raise self._error
+        await self._until(lambda: bool(self._fresh) or not self._unposted)
         return [self._fresh.popleft() for _ in range(min(limit, len(self._fresh)))]
 
     async def put(self, blobs: Sequence[Blob]) -> list[Outcome]:
@@ -122,10 +119,7 @@ class Outbound(_Half):
 
     async def taken(self) -> None:
         """Wait until the receiver has every object on its device. Raises TransferError if that fails."""
-        while not self._done and self._error is None and not self.ended:
-            await self._hear()
-        if self._error is not None:
-            raise self._error
+        await self._until(lambda: self._done)
 
     def end(self, error: ErrorInfo | None) -> None:
         """End the share. Refuses a receiver that still waits, with this error. Idempotent."""
@@ -209,9 +203,13 @@ class Outbound(_Half):
         if self.ended:
             self._forget(self)
 
-    async def _hear(self) -> None:
-        self._news.clear()
-        await self._news.wait()
+    async def _until(self, so: Callable[[], bool]) -> None:
+        """Wait until this is so, or the share has ended. Raises TransferError if the transfer failed."""
+        while not so() and self._error is None and not self.ended:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
 
 
 def mismatch(wanted: Sequence[str], own: Sequence[str]) -> ErrorInfo:
@@ -314,20 +312,20 @@ class Inbound(_Half):
     def landed(self, landed: Landed) -> None:
         """The sender is done with these buffers, whether or not its write succeeded."""
         waiting = [self._posted.pop(name) for name in landed.names if name in self._posted]
-        error = landed.error
-        if error is None:
-            for future in waiting:
-                resolve(future, FOUND)
+        if landed.error is None:
+            self._release(waiting, FOUND)
         else:
             self._suspect = True
-            error = theirs(error, PeerLost.code)
-            outcome = Outcome(Found.FAILED, PeerLost(error.message, code=error.code))
-            self._held += 1
-            asyncio.get_running_loop().call_later(HOLD_S, self._release, waiting, outcome)
-        self._settle()
+            error = theirs(landed.error, PeerLost.code)
+            self._hold(waiting, Outcome(Found.FAILED, PeerLost(error.message, code=error.code)))
 
-    def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
-        self._held -= 1
+    def _hold(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome) -> None:
+        self._held += 1
+        asyncio.get_running_loop().call_later(HOLD_S, self._release, waiting, outcome, 1)
+
+    def _release(self, waiting: Sequence[asyncio.Future[Outcome]], outcome: Outcome, held: int = 0) -> None:
+        """held: how many groups these are that were held."""
+        self._held -= held
         for future in waiting:
             resolve(future, outcome)
         self._settle()
@@ -349,9 +347,8 @@ class Inbound(_Half):
         self.peer = None
         posted, self._posted = list(self._posted.values()), {}
         outcome = Outcome(Found.FAILED, self._error)
-        self._held += 1
         if posted and self._suspect:
-            asyncio.get_running_loop().call_later(HOLD_S, self._release, posted, outcome)
+            self._hold(posted, outcome)
         else:
             self._release(posted, outcome)
 
