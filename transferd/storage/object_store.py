@@ -75,6 +75,7 @@ CLOSE_S = 5.0
 LISTED = 1000  # objects of one answer, and of one request to delete
 PROBE = "transferd-probe"  # never stored by the daemon; `doctor` stores and removes it
 
+_COUNTED_AS = {Found.STORED: "stored", Found.FOUND: "hits", Found.MISSING: "misses", Found.FAILED: "errors"}
 _COUNTS = ("hits", "misses", "stored", "wrong_length", "corrupt", "errors")
 CLOCK = "set this machine's clock (NTP), or the server's"
 DENIED = "check the daemon's credentials and this machine's clock"  # the answer to a HEAD gives no reason
@@ -392,9 +393,9 @@ class ObjectStorage(Storage):
 
     def _counted(self, answers: Sequence[Outcome | StorageError]) -> list[Outcome]:
         outcomes = [Outcome(Found.FAILED, one) if isinstance(one, StorageError) else one for one in answers]
-        for name, found in (("stored", Found.STORED), ("hits", Found.FOUND), ("misses", Found.MISSING)):
-            self._counts[name] += sum(outcome.found is found for outcome in outcomes)
-        self._counts["errors"] += sum(outcome.found is Found.FAILED for outcome in outcomes)
+        for outcome in outcomes:
+            if outcome is not LEFT:
+                self._counts[_COUNTED_AS[outcome.found]] += 1
         return outcomes
 
 
