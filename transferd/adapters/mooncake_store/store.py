@@ -30,6 +30,7 @@ MOST_SIZES = 16  # the daemon also bounds its engines
 LEAVE_S = 5.0
 ENGINES = itertools.count()  # of this process, which may have several stores
 
+Lists = Sequence[Sequence[int]]  # addresses or sizes of each object's pieces
 Move = Callable[[AttachedSize, Sequence[str], Sequence[Pieces]], list[bool]]
 
 
@@ -191,11 +192,7 @@ class MooncakeDistributedStore:
         return self.batch_put_from_multi_buffers(keys, [[one] for one in buffer_ptrs], [[one] for one in sizes], config)
 
     def batch_put_from_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        config: Any = None,
+        self, keys: Sequence[str], all_buffer_ptrs: Lists, all_sizes: Lists, config: Any = None
     ) -> list[int]:
         """The same, each object in several pieces of memory, in this order."""
         del config
@@ -210,19 +207,13 @@ class MooncakeDistributedStore:
         return self.batch_get_into_multi_buffers(keys, [[one] for one in buffer_ptrs], [[one] for one in sizes])
 
     def batch_get_into_multi_buffers(
-        self,
-        keys: Sequence[str],
-        all_buffer_ptrs: Sequence[Sequence[int]],
-        all_sizes: Sequence[Sequence[int]],
-        prefer_alloc_in_same_node: bool = False,
+        self, keys: Sequence[str], all_buffer_ptrs: Lists, all_sizes: Lists, prefer_alloc_in_same_node: bool = False
     ) -> list[int]:
         """The same, each object into several pieces of memory, in this order."""
         del prefer_alloc_in_same_node
         return self._moved(keys, all_buffer_ptrs, all_sizes, AttachedSize.load)
 
-    def _moved(
-        self, keys: Sequence[str], pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]], move: Move
-    ) -> list[int]:
+    def _moved(self, keys: Sequence[str], pointers: Lists, sizes: Lists, move: Move) -> list[int]:
         """The bytes of each object that was moved, else a code."""
         if not len(keys) == len(pointers) == len(sizes) or any(map(_uneven, pointers, sizes)):
             MOONCAKE.log.error("transferd: %d keys for %d buffers and %d sizes", len(keys), len(pointers), len(sizes))
