@@ -394,8 +394,8 @@ class ObjectStorage(Storage):
     def _counted(self, answers: Sequence[Outcome | StorageError]) -> list[Outcome]:
         outcomes = [Outcome(Found.FAILED, one) if isinstance(one, StorageError) else one for one in answers]
         for outcome in outcomes:
-            if outcome is not LEFT:
-                self._counts[_COUNTED_AS[outcome.found]] += 1
+            if (name := _COUNTED_AS.get(outcome.found)) is not None:
+                self._counts[name] += 1
         return outcomes
 
 
