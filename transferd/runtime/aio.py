@@ -159,24 +159,36 @@ class Background:
         return len(self._running)
 
 
-async def uncancelled(work: Awaitable[T]) -> T:
-    """Run `work` to its end and return its result.
+class Steady(asyncio.Future[T]):
+    """The end of work that runs to its end in a task of its own. A cancellation of whoever awaits it is delayed.
 
-    A cancellation of the caller is delayed until then; the work does not see it. That way a storage call keeps
-    the caller's buffers for as long as a thread may touch them. The work must bound its own time.
+    That way a storage call keeps the caller's buffers for as long as a thread may touch them. The work must bound its
+    own time.
     """
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                continue  # the first cancellation is raised below, once
-        if not task.cancelled():
-            task.exception()  # mark it retrieved: no caller is left to see it
-        raise
+
+    def __init__(self, work: Awaitable[T]) -> None:
+        super().__init__(loop=asyncio.get_running_loop())
+        self._running = self.get_loop().create_task(self._run(work))
+
+    def cancel(self, msg: object = None) -> bool:  # noqa: ARG002 - a future's
+        """Returns False: asyncio then cancels the waiter when the work has ended, and drops its result."""
+        return False
+
+    async def _run(self, work: Awaitable[T]) -> None:
+        try:
+            value = await work
+        except asyncio.CancelledError:  # of the task, when the loop ends
+            super().cancel()
+        except Exception as error:  # noqa: BLE001 - the waiter's
+            self.set_exception(error)
+            del self  # the error's traceback has this frame: a cycle would keep the work's buffers
+        else:
+            self.set_result(value)
+
+
+async def uncancelled(work: Awaitable[T]) -> T:
+    """Run `work` to its end, and return its result. A cancellation of the caller is delayed (`Steady`)."""
+    return await Steady(work)
 
 
 async def every(works: Iterable[Awaitable[T]]) -> list[T]:
@@ -186,13 +198,15 @@ async def every(works: Iterable[Awaitable[T]]) -> list[T]:
     that its caller believes to be free. If the iterable itself raises, the works that it had started end first.
     A cancellation of the caller cancels all works and is raised when all of them have ended.
     """
-    begun: list[asyncio.Future[T]] = []
+    begun: list[Awaitable[T]] = []
     refused: Exception | None = None
     try:
         for work in works:
-            begun.append(asyncio.ensure_future(work))  # noqa: PERF401 - keep the started ones if the next raises
+            begun.append(work)  # noqa: PERF402 - keep those before one that raises
     except Exception as error:  # noqa: BLE001 - raised below
         refused = error
+    if len(begun) == 1 and refused is None:  # the usual case: each step between takes a turn of the loop
+        return [await begun[0]]
     results: list[T] = []
     for ended in await asyncio.gather(*begun, return_exceptions=True):
         if isinstance(ended, BaseException):
