@@ -462,8 +462,8 @@ MUTANTS = (
     Mutant(
         "a pin is not recorded on the disks",
         "storage/files_keeper.py",
-        "            self._book.pin(owner, pinned, ttl_s)\n            await self.record()",
-        "            self._book.pin(owner, pinned, ttl_s)",
+        "            self.book.pin(owner, pinned, ttl_s)\n            await self.record()",
+        "            self.book.pin(owner, pinned, ttl_s)",
         finder="store_world",
     ),
     Mutant(
