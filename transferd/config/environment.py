@@ -26,7 +26,7 @@ from transferd.config.size import Size
 from transferd.errors import ConfigError
 from transferd.runtime.compat import convert
 
-LONGEST_FILE = 64 * 1024  # bytes of MOONCAKE_CONFIG_PATH
+LONGEST_FILE = 64 * 1024  # bytes of other programs' files, such as MOONCAKE_CONFIG_PATH
 # Setting: its other name in Mooncake's own JSON file, and the variable that Mooncake's own tools read.
 _MOONCAKE = {
     "master_server_addr": ("master_server_address", "MOONCAKE_MASTER"),

@@ -15,11 +15,10 @@ import re
 from pathlib import Path
 
 from transferd.config import StorageSection
-from transferd.config.environment import read_file
+from transferd.config.environment import LONGEST_FILE, read_file
 from transferd.errors import ConfigError
 
 VERSION_PARTS = 2
-LONGEST_FILE = 64 * 1024  # bytes
 _FIELD = re.compile(
     r"""^["']?version["']?\s*:\s*(?:"([^"]*)"|'([^']*)'|([^\s#"'][^#\n]*?))\s*(?:#.*)?$""", re.MULTILINE
 )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import unquote_to_bytes
 
 from transferd.blocks.keys import encode_text
@@ -46,11 +46,7 @@ def quoted(name: str) -> str:
 
 def unquoted(key: str) -> str | None:
     """The inverse of `quoted`; None if no name has this key."""
-    try:
-        name = "/".join(map(_unquote, key.split("/")))
-    except UnicodeDecodeError:
-        return None
-    return name if quoted(name) == key else None
+    return _name_with(key, key.split("/"), quoted)
 
 
 def name_of(path: str) -> str | None:
@@ -61,11 +57,7 @@ def name_of(path: str) -> str | None:
     parts = [*(space.split("/") if space else []), *([digest] if digest else []), rank]
     if not at or not all(_PART.fullmatch(part) for part in parts):
         return None
-    try:
-        name = "/".join(_unquote(part) for part in parts)
-    except UnicodeDecodeError:
-        return None
-    return name if path_of(name) == path else None
+    return _name_with(path, parts, path_of)
 
 
 def names_in(directory: str) -> Callable[[str], str | None]:
@@ -106,6 +98,15 @@ def is_temporary(path: str) -> bool:
 def is_set_aside(name: str) -> bool:
     """Whether a file of this name in the quarantine directory is ours."""
     return _SET_ASIDE.fullmatch(name) is not None
+
+
+def _name_with(text: str, parts: Sequence[str], text_of: Callable[[str], str]) -> str | None:
+    """The name of these quoted parts, if `text_of` makes this text of it."""
+    try:
+        name = "/".join(map(_unquote, parts))
+    except UnicodeDecodeError:
+        return None
+    return name if text_of(name) == text else None
 
 
 def _fan_of(name: str) -> str:
