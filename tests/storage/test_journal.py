@@ -142,9 +142,11 @@ def test_what_is_to_go_first_stays_first_when_the_journal_is_rewritten(tmp_path:
 def test_a_journal_that_cannot_be_read_is_not_written_anew_without_its_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(journal, "SLACK", 0)
     one = made(tmp_path)
     one.note("a", 1, 2)
     one.flush()
+    assert one.grown
 
     def no_descriptor(path: str, flags: int, mode: int = 0, real: object = os.open) -> int:
         if not flags & os.O_WRONLY:
@@ -155,6 +157,7 @@ def test_a_journal_that_cannot_be_read_is_not_written_anew_without_its_records(
         patch.setattr(os, "open", no_descriptor)
         one.rewrite(0)
     assert one.problem == os.strerror(errno.EMFILE)
+    assert not one.grown, "it is not tried again at once"
     one.note("b", 3, 0)
     one.flush()
     assert known(tmp_path) == {hash_of("a"): (1, 2), hash_of("b"): (3, 0)}

@@ -131,6 +131,7 @@ class UseJournal:
 
         with self._lock:
             self._attempt(write)
+            self._kept = self._records  # also if that has failed: not again at once
 
     # --- inside -------------------------------------------------------------------------------------
 
