@@ -735,3 +735,20 @@ async def test_one_thread_at_a_time_writes_a_list(
     assert await recording
     await until(lambda: not storage.lost)
     assert most == 1
+
+
+async def test_pins_end_with_a_store_that_returns_on_a_file_system_of_other_units(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes were taken off in the new units, so the owner had pinned less than nothing from then on."""
+    storage = one_disk(tmp_path)
+    harness = await open_storage(storage)
+    await put(harness, names(3))
+    storage.keeper.hold("a lease", names(3), 600.0, 0.5)
+    monkeypatch.setattr("transferd.storage.directory.allocated_at_once", lambda _: 8192)
+    storage.fail("it has failed")
+    await until(lambda: not storage.lost)
+    pins = storage.index_keeper.pins
+    assert (len(pins), pins.taken("a lease")) == (0, 0)
+    storage.keeper.hold("a lease", names(1), 600.0, 0.5)
+    assert pins.taken("a lease") == 2 * 8192

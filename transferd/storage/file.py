@@ -197,6 +197,7 @@ class FileStorage(FileRuns):
 
     async def _find_objects(self, *, returns: bool = False) -> None:
         """Apply the orders and fill the index. returns: the daemon runs, and may have given orders since."""
+        self.index_keeper.close()  # an earlier life's pins: its sizes may have counted in other units
         self._index.unit = self._unit or self._directory.unit
         if point := self._directory.home.mount_point:
             self._book.mounts[self.path] = point

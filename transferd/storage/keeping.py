@@ -319,7 +319,7 @@ class IndexKeeper(Keeper):
         return self.pins.unpin(owner, self._present(names))
 
     def close(self) -> None:
-        """End all timers."""
+        """Forget all pins, and their timers."""
         self.pins.close()
 
     def statistics(self) -> dict[str, int]:

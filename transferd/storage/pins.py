@@ -112,9 +112,13 @@ class Pins:
         return self.unpin(owner, [entry for entry, pins in self._pins.items() if owner in pins])
 
     def close(self) -> None:
+        """Forget all pins."""
         for pins in self._pins.values():
             for together in pins.values():
                 together.ends.cancel()
+        self._pins.clear()
+        self._taken.clear()
+        self._bytes = 0
 
     # --- inside -------------------------------------------------------------------------------------
 
