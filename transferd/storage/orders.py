@@ -106,7 +106,8 @@ class Listed(msgspec.Struct, omit_defaults=True):
 
     applied: the ids of purges that this disk has done.
     mounts: of each directory of the store that was on a file system of its own, where that was mounted.
-    problem: why the list cannot be read; then the disk may have missed any order.
+    problem: why the disk may have missed any order: the list cannot be read; or, in the list itself, not all of the
+        disk could be read when it was to be emptied.
     """
 
     epoch: Epoch | None = None
