@@ -164,10 +164,13 @@ class Steady(asyncio.Future[T]):
 
     That way a storage call keeps the caller's buffers for as long as a thread may touch them. The work must bound its
     own time.
+
+    told: called with this future in the step in which the work ends; done callbacks wait for a turn of the loop.
     """
 
     def __init__(self, work: Awaitable[T]) -> None:
         super().__init__(loop=asyncio.get_running_loop())
+        self.told: list[Callable[[asyncio.Future[T]], object]] = []
         self._running = self.get_loop().create_task(self._run(work))
 
     def cancel(self, msg: object = None) -> bool:  # noqa: ARG002 - a future's
@@ -181,9 +184,20 @@ class Steady(asyncio.Future[T]):
             super().cancel()
         except Exception as error:  # noqa: BLE001 - the waiter's
             self.set_exception(error)
-            del self  # the error's traceback has this frame: a cycle would keep the work's buffers
         else:
             self.set_result(value)
+        for call in self.told:
+            call(self)
+        del self  # an error's traceback has this frame: a cycle would keep the work's buffers
+
+
+def steady(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+    """Run work now, up to where it waits, and then to its end (`Steady`). Returns a done future if it never waits.
+
+    The first part is a part of the caller's task, so it must enter no `timeout`.
+    """
+    rest = begun(work)
+    return Steady(rest) if isinstance(rest, Rest) else rest
 
 
 async def uncancelled(work: Awaitable[T]) -> T:
