@@ -12,7 +12,7 @@ from transferd.storage.queues import UNSAVED
 
 def order(index: LruIndex) -> list[str]:
     """All names, root first and the last used first."""
-    return [name for name, _ in index.hottest_first()]
+    return [entry.name for entry in index.hottest_first()]
 
 
 def called(chain: str, depth: int, rank: int = 0) -> str:
@@ -230,7 +230,7 @@ def test_a_retired_chain_goes_first_until_it_is_used() -> None:
     index.chains.renumbered = lambda old, new: renumbered.append((old, new))
     for chain in "abc":
         store(index, chain, 0, 2)
-    index.retire(lambda name: "/b" in name or "/c" in name)
+    index.chains.retire(lambda name: "/b" in name or "/c" in name)
     assert (order(index)[:2], renumbered) == ([called("a", 0), called("a", 1)], [(3, 0), (2, 0)])
     assert index.first_use == 1
     index.touch([called("c", 0), called("c", 1)])

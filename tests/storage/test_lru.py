@@ -30,7 +30,8 @@ class IndexMachine(RuleBasedStateMachine):
     present: name -> (size, use, depth, number); the number counts placements, so of equals the last goes first.
     order: the uses that have something present, the next to go first.
     ends: of each use, the least depth that was evicted or found no room.
-    of_nobody: names of restored objects; theirs is a queue apart. queues: for each queue, whether it is that one.
+    of_nobody: names of restored objects; theirs is a queue apart.
+    groups: of each use its queues in the order of their coming, each as whether it is that one.
     """
 
     def __init__(self) -> None:
@@ -40,7 +41,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.ends: dict[Use, float] = {}
         self.order: list[Use] = []
         self.of_nobody: set[str] = set()
-        self.queues: list[bool] = []
+        self.groups: dict[Use, list[bool]] = {}
         self.removed: list[Victim] = []  # evicted, so may turn out to be stuck
         self.left: list[str] = []
         self.number = 0
@@ -63,7 +64,7 @@ class IndexMachine(RuleBasedStateMachine):
     def next_to_go(self) -> list[str]:
         def rank(name: str) -> tuple[int, int, int, int]:
             _, use, depth, number = self.present[name]
-            return self.order.index(use), -depth, self.queues.index(name in self.of_nobody), -number
+            return self.order.index(use), -depth, self.groups[use].index(name in self.of_nobody), -number
 
         return sorted(self.present, key=rank)
 
@@ -84,6 +85,8 @@ class IndexMachine(RuleBasedStateMachine):
             self.order.append(use)
         self.number += 1
         self.present[name] = size, use, depth, self.number
+        if (queue := name in self.of_nobody) not in self.groups.setdefault(use, []):
+            self.groups[use].append(queue)
 
     def remove(self, name: str) -> None:
         del self.present[name]
@@ -94,12 +97,8 @@ class IndexMachine(RuleBasedStateMachine):
         """A use that has nothing left begins anew."""
         here = {use for _, use, _, _ in self.present.values()}
         self.order = [use for use in self.order if use in here]
-        live = {name in self.of_nobody for name in self.present} | {False for _ in self.reserved}
-        self.queues = [queue for queue in self.queues if queue in live]
-
-    def begin_queue(self, *, of_nobody: bool) -> None:
-        if of_nobody not in self.queues:
-            self.queues.append(of_nobody)
+        live = {(use, name in self.of_nobody) for name, (_, use, _, _) in self.present.items()}
+        self.groups = {use: [queue for queue in its if (use, queue) in live] for use, its in self.groups.items()}
 
     def first_of(self, candidates: Iterable[str], needed: int) -> list[str]:
         first = []
@@ -158,7 +157,6 @@ class IndexMachine(RuleBasedStateMachine):
         own = {name: depth for name, (_, other, depth, _) in self.present.items() if other is use}
         before = len(self.removed)
         self.reserved[name] = size, use, depth
-        self.begin_queue(of_nobody=False)
         self.expect_gone(victims, candidates, needed)
         if patient:
             gone = [own[victim.name] for victim in self.removed[before:] if victim.name in own]
@@ -275,7 +273,6 @@ class IndexMachine(RuleBasedStateMachine):
             if RESTORED not in self.order:
                 self.order.insert(0, RESTORED)
             self.of_nobody.add(victim.name)
-            self.begin_queue(of_nobody=True)
             self.place(victim.name, victim.nbytes, RESTORED, 0)
 
     @invariant()
@@ -285,10 +282,12 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.used == self.used
         assert self.index.bytes == self.bytes
         assert len(self.index) == len(self.present)
-        assert {name: entry.nbytes for name, entry in self.index.hottest_first()} == {
+        assert {entry.name: entry.nbytes for entry in self.index.hottest_first()} == {
             name: size for name, (size, _, _, _) in self.present.items()
         }
-        assert [name for name, _ in self.index.hottest_first()][::-1] == self.next_to_go()
+        assert [entry.name for entry in self.index.hottest_first()][::-1] == self.next_to_go()
+        numbers = [group.number for groups in self.index.chains.of.values() for group in groups]
+        assert numbers == sorted(numbers), "the order of uses"
         for group in (group for groups in self.index.chains.of.values() for group in groups):
             assert group.live == sum(entry.group is group for entry in set(group.entries))
             assert len(group.entries) <= queues.SLACK + 2 * group.live + 1
@@ -326,7 +325,7 @@ def adopt(index: LruIndex, *objects: tuple[str, int]) -> None:
 
 
 def order(index: LruIndex) -> list[str]:
-    return [name for name, _ in index.hottest_first()]
+    return [entry.name for entry in index.hottest_first()]
 
 
 def test_adopted_objects_keep_their_order_and_what_is_too_much_goes() -> None:
@@ -444,13 +443,13 @@ def test_a_block_stays_while_a_deeper_one_is_still_being_written() -> None:
 def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root() -> None:
     index, use = LruIndex(100), Use()
     stored(index, Use(), 7, 8)
-    names = [name for name, _ in index.hottest_first()]
-    first, second = (entry for _, entry in index.hottest_first())
+    names = [entry.name for entry in index.hottest_first()]
+    first, second = index.hottest_first()
     for entry, depth in ((first, 2), (second, 3), (second, 1), (first, 5)):
         index.touch_one(entry, use, depth)
-    assert [name for name, _ in index.hottest_first()] == [names[1], names[0]]
+    assert [entry.name for entry in index.hottest_first()] == [names[1], names[0]]
     index.touch_one(second, use, 4)
-    assert [name for name, _ in index.hottest_first()] == [names[1], names[0]], "deeper does not count"
+    assert [entry.name for entry in index.hottest_first()] == [names[1], names[0]], "deeper does not count"
 
 
 def test_a_restored_object_is_the_next_to_evict() -> None:

@@ -18,7 +18,7 @@ def filled(capacity: int = 100) -> tuple[LruIndex, Sequence[Entry]]:
     for depth in range(5):
         index.reserve(f"n{depth}", 10, use, depth)
         index.commit(f"n{depth}")
-    return index, [entry for _, entry in index.hottest_first()]
+    return index, list(index.hottest_first())
 
 
 def test_an_object_is_pinned_until_its_last_pin_ends() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from transferd.storage.queues import (
     FOUND_AT,
     PINNED,
@@ -10,7 +12,9 @@ from transferd.storage.queues import (
     Queue,
     Use,
     UseGroup,
+    in_order,
     order_of,
+    spared,
 )
 
 
@@ -40,12 +44,14 @@ def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
     chain(queue, 1, "m/f/g", 2)
     second = chain(queue, 2, "m/f/g", 2)
     second.add(Entry("m/f/g/last/0", 10), 5)
-    going = list(queue.next_to_go())
+    going = list(spared({queue: math.inf}, int))
     assert [entry.name.split("/")[3] for entry in going] == ["1-1", "1-0", "last", "2-1", "2-0"]
-    assert list(queue.hottest_first()) == going[::-1]
+    uses = [[group] for group in queue.groups.values()]
+    assert list(in_order(uses)) == going
+    assert list(spared({queue: 49}, int)) == going[:4], "it can spare no more"
     assert sorted(going, key=order_of) == going
     queue.aside.add(going[2], 5)
-    assert going[2] not in list(queue.next_to_go())
+    assert list(spared({queue: math.inf}, int)) == [*going[:2], *going[3:]]
 
 
 def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:

@@ -140,11 +140,11 @@ def test_pins_stay_whatever_is_written_and_are_the_first_to_be_remembered() -> N
         index.pin(entry)
     for i in range(0, 40, 10):
         stored(index, B, chain("b", 10, i))
-    assert [name for name, _ in index.hottest_first()][:3] == chain("a", 3)
+    assert [entry.name for entry in index.hottest_first()][:3] == chain("a", 3)
     use = Use(owner=A)
     for name in chain("a", 3):
         index.unpin(index.get(name), use)  # type: ignore[arg-type]
-    assert [name for name, _ in index.hottest_first()][:3] == chain("a", 3), "as if just used, root first"
+    assert [entry.name for entry in index.hottest_first()][:3] == chain("a", 3), "as if just used, root first"
     stored(index, B, chain("b", 10, 50))
     assert held(index, A) == 0
 
@@ -230,7 +230,7 @@ def check(index: LruIndex, seed: int, pinned: set[str]) -> None:
     assert sum(one.used for one in accounts) == index.used, f"seed {seed}"
     assert sum(one.objects for one in accounts) == len(index), f"seed {seed}"
     assert index.used <= index.capacity, f"seed {seed}"
-    entries = [entry for _, entry in index.hottest_first()]
+    entries = list(index.hottest_first())
     assert sorted(entry.name for entry in entries) == sorted(index.names()), f"seed {seed}"
     assert {entry.name for entry in entries if entry.pinned} == pinned, f"seed {seed}: a pin was lost"
     order = [(entry.group.number, -entry.depth) for entry in entries if entry.group and not entry.pinned]

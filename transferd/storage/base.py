@@ -279,7 +279,7 @@ class Index:
         iteration may come twice, or not at all.
         """
         for each in itertools.zip_longest(*(one.hottest_first() for one in self.indexes)):
-            yield from ((one[0], one[1].nbytes) for one in each if one is not None)
+            yield from ((one.name, one.nbytes) for one in each if one is not None)
 
 
 NO_INDEX = Index()

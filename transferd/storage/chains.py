@@ -30,7 +30,7 @@ class Chains:
     """See the module. Used on one event loop.
 
     now: monotonic seconds.
-    of: by use, a group in each queue in which it has objects.
+    of: by use, a group in each queue in which it has objects; in the order of uses, the oldest first.
     latest: the number of the latest use.
     used_by: the use to which the object of a name belongs, or which writes it; None if there is none, or it is pinned.
     move: gives an object to a use.
@@ -42,7 +42,7 @@ class Chains:
     _now: Callable[[], float]
     _used_by: Callable[[str], Use | None]
     _move: Callable[[Entry, Use, int], None]
-    of: dict[Use, list[UseGroup]] = field(default_factory=dict)
+    of: OrderedDict[Use, list[UseGroup]] = field(default_factory=OrderedDict)
     latest: int = RESTORED
     together: Sequence[Chains] = ()
     renumbered: Callable[[int, int], None] = lambda _old, _new: None
@@ -117,9 +117,22 @@ class Chains:
         group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
         elsewhere.append(group)
         if number < self.latest:  # rare: a use touches objects of several owners, or an object could not be removed
+            if number == RESTORED:
+                self.of.move_to_end(use, last=False)
             for other in [other for other in queue.groups.values() if other.number > number]:
                 queue.groups.move_to_end(other.use)
         return group
+
+    def retire(self, dead: Callable[[str], bool]) -> None:
+        """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
+        for use, groups in reversed(list(self.of.items())):
+            if groups[0].number == RESTORED or not dead(groups[0].entries[0].name):  # they are of one generation
+                continue
+            self.renumbered(groups[0].number, RESTORED)
+            self.of.move_to_end(use, last=False)
+            for group in groups:
+                group.number = RESTORED
+                group.queue.groups.move_to_end(use, last=False)
 
     def forget(self, group: UseGroup) -> None:
         """Note that a group is no more."""
@@ -152,7 +165,7 @@ class Chains:
             return
         for group in list(groups):
             for entry in list(group.root_first()):
-                if entry.group is group and entry.depth < use.start:
+                if entry.depth < use.start:
                     self._move(entry, use, entry.depth)
 
     def _take_over(self, use: Use, before: Use) -> None:

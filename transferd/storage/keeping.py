@@ -225,7 +225,7 @@ class IndexKeeper(Keeper):
         self._index.disown(owner)
 
     def retire(self, dead: Callable[[str], bool]) -> None:
-        self._index.retire(dead)
+        self._index.chains.retire(dead)
 
     def space_of(self, owner: Hashable) -> str | None:
         queues = self._index.queues() if owner else ()

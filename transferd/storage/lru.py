@@ -41,8 +41,8 @@ One owner changes an index, on the event loop. No method awaits, so each is one 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
+import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -69,9 +69,11 @@ from transferd.storage.queues import (
     Use,
     UseGroup,
     Victim,
+    in_order,
     nobody,
     order_of,
     space_of,
+    spared,
 )
 
 __all__ = ["Adopted", "Entry", "LruIndex", "NoRoom", "Use", "Victim"]
@@ -124,18 +126,17 @@ class LruIndex:
     @property
     def first_use(self) -> int:
         """No present object belongs to a use with a smaller number, except pinned ones."""
-        groups = itertools.chain.from_iterable(queue.groups.values() for queue in self._queues.values())
-        numbers = (group.number for group in groups if group.number)
-        return min([self.chains.latest + 1, *numbers, *self.chains.waiting])
+        numbers = (groups[0].number for groups in self.chains.of.values() if groups[0].number)
+        return min([next(numbers, self.chains.latest + 1), *self.chains.waiting])
 
     def _used_by(self, name: str) -> Use | None:
-        if (entry := self._present.get(name)) is not None and entry.group is not None:
-            return None if entry.kept else entry.group.use
+        if (entry := self._present.get(name)) is not None:
+            return None if entry.kept else entry.use
         return self._reserved[name].use if name in self._reserved else None
 
     def coldest(self, count: int) -> list[str]:
         """The names of the next objects to evict."""
-        return [entry.name for entry in self._next_to_go(math.inf, 0, at_most=count)]
+        return [entry.name for entry in self._next_to_go(math.inf, 0, at_most=count)[0]]
 
     def names(self) -> list[str]:
         """The names of all present objects, in no order."""
@@ -145,18 +146,15 @@ class LruIndex:
         """Those of all owners that have objects or a share, and of all present engines."""
         return [queue for queue in self._queues.values() if not self._is_empty(queue)]
 
-    def hottest_first(self) -> Iterator[tuple[str, Entry]]:
+    def hottest_first(self) -> Iterator[Entry]:
         """Every present object, in the reverse order of eviction; pinned ones first.
 
         It may be read in several steps. Objects that are used, pinned or removed meanwhile may come twice, or never.
         """
         for queue in list(self._queues.values()):
-            for entry in queue.aside.root_first():
-                if entry.group is queue.aside:
-                    yield entry.name, entry
-        lines = [queue.hottest_first() for queue in reversed(list(self._queues.values()))]  # of equals, the first goes
-        for entry in heapq.merge(*lines, key=order_of, reverse=True):
-            yield entry.name, entry
+            yield from queue.aside.root_first()
+        for groups in [groups[::-1] for groups in reversed(self.chains.of.values())]:
+            yield from heapq.merge(*map(UseGroup.root_first, groups), key=operator.attrgetter("depth"))
 
     # --- owners -------------------------------------------------------------------------------------
 
@@ -179,15 +177,6 @@ class LruIndex:
         """How many bytes are kept for this owner."""
         return int(queue.share * self.capacity) if self._now() < queue.share_until else 0
 
-    def retire(self, dead: Callable[[str], bool]) -> None:
-        """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
-        for queue in self._queues.values():
-            for use, group in reversed(list(queue.groups.items())):
-                if group.number != RESTORED and dead(group.entries[0].name):  # a use has names of one generation
-                    self.chains.renumbered(group.number, RESTORED)
-                    group.number = RESTORED
-                    queue.groups.move_to_end(use, last=False)
-
     def _queue(self, owner: Hashable, space: str = "") -> Queue:
         queue = self._queues.get(owner)
         if queue is None:
@@ -206,8 +195,7 @@ class LruIndex:
                 mine.groups[group.use] = group
                 continue
             for entry in group.root_first():
-                if entry.group is group:
-                    into.add(entry, entry.depth)
+                into.add(entry, entry.depth)
             if group is not theirs.aside:
                 self.chains.forget(group)
         theirs.groups = OrderedDict()
@@ -273,16 +261,16 @@ class LruIndex:
         if depth >= use.ends_at(self.place):
             return NoRoom.FULL
         needed, too_many = self.used + size - self.capacity, self._count + 1 - self.most
-        going = self._next_to_go(needed, too_many, leading, depth, more=size)
-        if len(going) < too_many or sum(self.size(entry.nbytes) for entry in going) < needed:
+        going, enough = self._next_to_go(needed, too_many, leading, depth, more=size)
+        if not enough:
             # Once written, objects of other uses may be evicted for this use, as long as it has none of its own.
             if self._reserved and (leading not in self.chains.of or self._deepest_coming(use) > depth):
                 return NoRoom.LATER
             use.end_at(self.place, depth)
             return NoRoom.FULL
-        if patient and going and self._ends_its_own(going[-1], use):
+        if patient and going and going[-1].use is use and self._deepest_coming(use) > going[-1].depth:
             return NoRoom.LATER
-        queue = self._queue(use.owner, space_of(name))
+        queue = self._queues.get(use.owner) or self._queue(use.owner, space_of(name))
         number = self.chains.number_of(leading)
         self._reserved[name] = one = Reserved(nbytes, use, queue, number, depth)
         self._coming.setdefault(use, {})[name] = one
@@ -290,11 +278,7 @@ class LruIndex:
         self.used += size
         queue.used += size
         self.noted(name, number, depth)
-        return self._evict_all(going, use)
-
-    def _ends_its_own(self, last: Entry, use: Use) -> bool:
-        """Whether this object belongs to `use`, and `use` is writing deeper objects."""
-        return last.group is not None and last.group.use is use and self._deepest_coming(use) > last.depth
+        return self._drop_all(going, EVICTED, use.owner)
 
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
@@ -308,10 +292,10 @@ class LruIndex:
         if one.number != group.number:  # other uses came meanwhile
             self.noted(name, group.number, depth)
         if depth >= use.ends_at(self.place):
-            return self._evict_all([entry], use)
+            return self._drop_all([entry], EVICTED, use.owner)
         if self.holds:
             self.pin(entry, UNSAVED)
-        return self._evict_all(self._next_to_go(self.used - self.capacity, self._count - self.most))
+        return self._drop_all(self._next_to_go(self.used - self.capacity, self._count - self.most)[0], EVICTED)
 
     def release(self, name: str) -> None:
         """Drop a reserved object: it will not be stored."""
@@ -435,7 +419,7 @@ class LruIndex:
 
         use, depth: those of the write that needs the room. Without a use, all but pinned objects may be evicted.
         """
-        return self._evict_all(self._next_to_go(nbytes, 0, use, depth), use)
+        return self._drop_all(self._next_to_go(nbytes, 0, use, depth)[0], EVICTED, None if use is None else use.owner)
 
     def set_bounds(self, capacity: int, most: float = math.inf, *, at_most: int | None = None) -> list[Victim]:
         """Change the bounds. Returns the evicted objects.
@@ -449,9 +433,8 @@ class LruIndex:
             for queue in pinned:
                 for entry in list(queue.aside.root_first()):
                     self.unpin(entry, use)
-        going = self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)
-        left = self._evict_all(going)
-        partly = at_most is not None and len(going) == at_most
+        left = self._drop_all(self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)[0], EVICTED)
+        partly = at_most is not None and len(left) == at_most
         self.capacity = max(capacity, self.used) if partly else capacity
         self.most = max(most, self._count) if partly else most
         return left
@@ -471,21 +454,20 @@ class LruIndex:
         *,
         at_most: int | None = None,
         more: int = 0,
-    ) -> list[Entry]:
-        """The objects to evict to free nbytes and `count` objects, at most `at_most`.
+    ) -> tuple[list[Entry], bool]:
+        """The objects to evict to free nbytes and `count` objects, at most `at_most`; and whether they are enough.
 
         If the write may not evict so many, all that it may. more: the bytes that the write adds.
         """
         if (nbytes <= 0 and count <= 0) or at_most == 0:
-            return []
+            return [], True
         own = None if use is None else self.chains.of.get(use)
         stop = (own[0].number, -depth) if own else None
 
-        def first(lines: Sequence[Iterator[Entry]]) -> tuple[list[Entry], bool]:
-            """The first objects of several lines together, and whether they are enough."""
+        def first(entries: Iterator[Entry]) -> tuple[list[Entry], bool]:
             going: list[Entry] = []
             left_bytes, left_count = nbytes, count
-            for entry in lines[0] if len(lines) == 1 else heapq.merge(*lines, key=order_of):
+            for entry in entries:
                 if stop is not None and order_of(entry) >= stop:
                     break
                 going.append(entry)
@@ -495,25 +477,15 @@ class LruIndex:
                     return going, True
             return going, False
 
-        queues = list(self._queues.values())
         if use is None or not self._shared:
-            return first([queue.next_to_go() for queue in queues])[0]
-        mine = self._queue(use.owner)
-        others = [queue for queue in queues if queue is not mine]
+            return first(in_order(self.chains.of.values()))
+        mine = self._queues.get(use.owner) or Queue(use.owner)
+        others = {queue: queue.used - self.kept(queue) for queue in self._queues.values() if queue is not mine}
         if mine.used + more <= self.kept(mine):  # it stays within its share
-            going, enough = first([self._spare(queue) for queue in others])
+            going, enough = first(spared(others, self.size))
             if enough:
-                return going
-        return first([mine.next_to_go(), *map(self._spare, others)])[0]
-
-    def _spare(self, queue: Queue) -> Iterator[Entry]:
-        """The queue's next objects to evict, as far as writes of other owners may take them."""
-        spare = queue.used - self.kept(queue)
-        for entry in queue.next_to_go():
-            spare -= self.size(entry.nbytes)
-            if spare < 0:
-                return
-            yield entry
+                return going, True
+        return first(spared({mine: math.inf, **others}, self.size))
 
     def _deepest_coming(self, use: Use) -> int:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
@@ -550,24 +522,18 @@ class LruIndex:
             group.tidy()
         return queue
 
-    def _evict_all(self, entries: Sequence[Entry], use: Use | None = None) -> list[Victim]:
-        if not entries:
-            return []
-        for entry in entries:
-            assert entry.group is not None
-            entry.group.use.end_at(self.place, entry.depth)
-        return self._drop_all(entries, EVICTED, None if use is None else use.owner)
-
     def _drop_all(self, entries: Iterable[Entry], why: str, whose: Hashable = None) -> list[Victim]:
         victims = []
         for entry in entries:
+            use, size = entry.use, self.size(entry.nbytes)
             del self._present[entry.name]
-            queue, size = self._leave_group(entry), self.size(entry.nbytes)
+            queue = self._leave_group(entry)
             queue.used -= size
             queue.objects -= 1
             self.bytes -= size
             self.used -= size
-            if why == EVICTED:
+            if why == EVICTED and use is not None:
+                use.end_at(self.place, entry.depth)
                 queue.evicted[whose] += 1
             if not queue.used:
                 self._drop_if_empty(queue)

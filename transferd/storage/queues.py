@@ -13,10 +13,12 @@ All owners may use its unused part. The share of an engine that has left stays f
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 import math
+import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -139,6 +141,11 @@ class Entry:
         return self.group is not None and self.group.number != RESTORED and self.group.at != FOUND_AT
 
     @property
+    def use(self) -> Use | None:
+        """The one that it belongs to; None once it has left."""
+        return None if self.group is None else self.group.use
+
+    @property
     def pinned(self) -> bool:
         return self.group is not None and bool(self.kept & PINNED)
 
@@ -209,20 +216,6 @@ class Queue:
         self.used_at = FOUND_AT if self.owner == nobody(self.space) else None
         self.aside = UseGroup(Use(), -1, self)
 
-    def next_to_go(self) -> Iterator[Entry]:
-        """The objects, in the order of eviction, without pinned ones."""
-        for group in self.groups.values():
-            for entry in reversed(group.root_first()):
-                if entry.group is group:
-                    yield entry
-
-    def hottest_first(self) -> Iterator[Entry]:
-        """The objects, in the reverse order of eviction, without pinned ones. Moved objects may come twice, or not."""
-        for group in reversed(list(self.groups.values())):
-            for entry in group.root_first():
-                if entry.group is group:
-                    yield entry
-
     def continued_by(self, name: str, start: int, writing: Container[Use]) -> UseGroup | None:
         """The chain that an object of a use with this `start` continues; None if there is none, or several.
 
@@ -281,8 +274,20 @@ class UseGroup:
         self.sorted = False
         return True
 
-    def root_first(self) -> list[Entry]:
-        """The entries, root first. Some may have moved to another group, but not the last one. Do not change it."""
+    def root_first(self) -> Iterator[Entry]:
+        """Its objects. Read in several steps, those that move meanwhile may come twice, or not."""
+        for entry in self._in_order():
+            if entry.group is self:
+                yield entry
+
+    def leaf_first(self) -> Iterator[Entry]:
+        """The same in the order of eviction."""
+        for entry in reversed(self._in_order()):
+            if entry.group is self:
+                yield entry
+
+    def _in_order(self) -> list[Entry]:
+        """The entries, root first. Some may have moved to another group, but not the last one."""
         if not self.sorted:
             self.tidy()
             self.entries.sort(key=_depth)
@@ -297,6 +302,36 @@ class UseGroup:
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
 
 
+def in_order(
+    uses: Iterable[Sequence[UseGroup]], objects_of: Callable[[UseGroup], Iterator[Entry]] = UseGroup.leaf_first
+) -> Iterator[Entry]:
+    """The objects of uses, which are in the order of eviction, in that order. The groups of a use are one chain."""
+    for groups in uses:
+        if len(groups) == 1:
+            yield from objects_of(groups[0])
+        else:
+            yield from heapq.merge(*map(objects_of, groups), key=_depth, reverse=True)
+
+
+def spared(spare: Mapping[Queue, float], size: Callable[[int], int]) -> Iterator[Entry]:
+    """The objects of these queues in the order of eviction: of each, as many bytes as it can spare."""
+    left = dict(spare)
+
+    def objects_of(group: UseGroup) -> Iterator[Entry]:
+        for entry in group.leaf_first():
+            left[group.queue] -= size(entry.nbytes)
+            if left[group.queue] < 0:
+                return
+            yield entry
+
+    def can_spare(group: UseGroup) -> bool:
+        return left[group.queue] >= 0
+
+    lines = [itertools.takewhile(can_spare, queue.groups.values()) for queue in left]
+    by_use = itertools.groupby(heapq.merge(*lines, key=_number), key=_use)
+    return in_order((list(groups) for _, groups in by_use), objects_of)
+
+
 def order_of(entry: Entry) -> tuple[int, int]:
     """The place of an object in the order of eviction."""
     assert entry.group is not None
@@ -308,5 +343,4 @@ def _space(name: str) -> str:
     return name.rsplit("/", 2)[0] if "/" in name else ""
 
 
-def _depth(entry: Entry) -> int:
-    return entry.depth
+_number, _use, _depth = map(operator.attrgetter, ("number", "use", "depth"))
