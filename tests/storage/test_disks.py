@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import threading
@@ -29,10 +30,10 @@ from tests.storage.real_disks import (
 )
 from tests.support.waits import until
 from transferd.errors import ConfigError, StillRunning
-from transferd.storage.base import Found
+from transferd.storage.base import Found, Item
 from transferd.storage.keeping import PinState
 from transferd.storage.paths import path_of
-from transferd.storage.queues import EngineOwner
+from transferd.storage.queues import EngineOwner, Use
 from transferd.storage.selection import Selection
 
 
@@ -301,3 +302,28 @@ async def test_a_disk_that_two_calls_try_at_once_is_well(
         patch.setattr(os, "pread", together)
         assert all(await asyncio.gather(store._all[0].works(), store._all[0].works()))
     assert store.statistics()["disks_failed"] == 0
+
+
+async def test_a_disk_returns_while_tasks_continue_the_chains_that_it_has(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its objects are added in steps of the loop, and between two of them a task may name a block of an earlier one."""
+    monkeypatch.setattr("transferd.storage.file.SLICE", 1)
+    harness = await open_storage(disks([tmp_path / "a", tmp_path / "b"]))
+    for name in names(20):
+        await put(harness, [name])
+    disk = harness.storage._all[0]  # type: ignore[attr-defined]
+    held = len(on_disk(tmp_path / "a"))
+    returns = asyncio.ensure_future(disk.open_anew())
+    stores = []
+    for number in itertools.count(1000):
+        use = Use(start=1, stop=2)
+        use.parent, use.last = f"{number % 20:04x}", f"{number:04x}"
+        item = Item(f"m/f/g/{number:04x}/0", NBYTES, use, 1)
+        stores.append(asyncio.ensure_future(harness.storage.store([item], None, [memoryview(bytes(NBYTES))])))
+        await asyncio.sleep(0)
+        if returns.done():
+            break
+    await asyncio.gather(*stores)
+    assert not disk.lost
+    assert len(disk.indexes[0]) >= held

@@ -110,6 +110,7 @@ class LruIndex:
         self.chains = Chains(now, self._used_by, self._move)
         self._restored = Use()
         self._shared = False  # whether any owner has a share
+        self._filling = False  # between `begin_anew` and `begin_at`
 
     # --- lookups ------------------------------------------------------------------------------------
 
@@ -130,6 +131,8 @@ class LruIndex:
         return min([next(numbers, self.chains.latest + 1), *self.chains.waiting])
 
     def _used_by(self, name: str) -> Use | None:
+        if self._filling:  # a use that continued one now would be numbered before those that are still to come
+            return None
         if (entry := self._present.get(name)) is not None:
             return None if entry.kept else entry.use
         return self._reserved[name].use if name in self._reserved else None
@@ -310,6 +313,7 @@ class LruIndex:
     def begin_anew(self) -> None:
         """Forget the numbers of uses. Call it when no object is left and the next ones have another index's numbers."""
         assert not self._count, self._count
+        self._filling = True
         self.chains.begin_at(RESTORED)
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
@@ -332,6 +336,7 @@ class LruIndex:
     def begin_at(self, number: int) -> None:
         """Number new uses from here on, unless the latest number is higher: an earlier process has used those below."""
         self.chains.latest = max(self.chains.latest, number)
+        self._filling = False
 
     # --- use and leaving ----------------------------------------------------------------------------
 
