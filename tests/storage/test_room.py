@@ -37,7 +37,7 @@ def test_the_bounds_leave_the_reserve_free_in_bytes_and_inodes() -> None:
     reserve = Reserve.parse("10GiB")
     disk = DiskState(total=100 * GIB, free=12 * GIB, files=1000, files_free=150)
     assert bounds(80 * GIB, reserve, disk, 40 * GIB, 500) == (42 * GIB, 550)
-    assert bounds(41 * GIB, reserve, disk, 40 * GIB, 500).nbytes == 41 * GIB
+    assert bounds(41 * GIB, reserve, disk, 40 * GIB, 500)[0] == 41 * GIB
     full = disk._replace(free=GIB, files_free=0)
     assert bounds(80 * GIB, reserve, full, 40 * GIB, 500) == (31 * GIB, 400)
     assert bounds(80 * GIB, reserve, full, 0, 0) == (0, 0)

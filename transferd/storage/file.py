@@ -428,9 +428,9 @@ class FileStorage(FileRuns):
             log.warning("the disk cannot be looked at", path=self.path, problem=str(error))
 
     def _apply_bounds(self) -> None:
-        room = bounds(self._capacity, self.section.reserve, self._disk, self._index.used, len(self._index))
-        why = "shrink" if room.nbytes == self._capacity and room.objects >= len(self._index) else "reserve"
-        self._bound_to(room.nbytes, room.objects, why)
+        now = len(self._index)
+        nbytes, objects = bounds(self._capacity, self.section.reserve, self._disk, self._index.used, now)
+        self._bound_to(nbytes, objects, "shrink" if nbytes == self._capacity and objects >= now else "reserve")
 
     @property
     def _bound(self) -> str:

@@ -37,13 +37,6 @@ def disk_of(path: str, lost: str = "") -> DiskState:
     )
 
 
-class Bounds(NamedTuple):
-    """The bounds of a store: bytes and objects."""
-
-    nbytes: int
-    objects: float
-
-
 def reserved(reserve: Reserve, total: int, capacity: int) -> int:
     """How many bytes of a file system of `total` bytes are kept free.
 
@@ -58,16 +51,16 @@ def reserved(reserve: Reserve, total: int, capacity: int) -> int:
     return min(GIB, capacity // SMALL, total // SMALL)
 
 
-def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects: int) -> Bounds:
-    """The bounds that keep a store's reserve of bytes and inodes free. used, objects: its present bytes and objects."""
+def bounds(capacity: int, reserve: Reserve, disk: DiskState, used: int, objects: int) -> tuple[int, float]:
+    """The bytes and objects that keep a store's reserve of bytes and inodes free. used, objects: what it has now."""
     if not disk.total:
-        return Bounds(capacity, math.inf)
+        return capacity, math.inf
     keep = reserved(reserve, disk.total, capacity)
     room = min(capacity, used + disk.free - keep)
     if not disk.files:
-        return Bounds(max(0, room), math.inf)
+        return max(0, room), math.inf
     most = objects + disk.files_free - math.ceil(disk.files * keep / disk.total)
-    return Bounds(max(0, room), max(0, most))
+    return max(0, room), max(0, most)
 
 
 def misfit(capacity: int, reserve: Reserve, disk: DiskState, used: int | None = None) -> str:

@@ -25,15 +25,12 @@ class WholeSlots(FrontStorage):
         return self
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return self._behind.store(items, None, slots) if fill is None else self._made(items, fill, slots)
+        return self._behind.store(items, None, slots) if fill is None else uncancelled(self._make(items, fill, slots))
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
-        return self._behind.load(items, None, slots) if drain is None else self._taken(items, drain, slots)
-
-    async def _made(self, items: Sequence[Item], fill: Fill, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._make(items, fill, slots))
+        return self._behind.load(items, None, slots) if drain is None else uncancelled(self._take(items, drain, slots))
 
     async def _make(self, items: Sequence[Item], fill: Fill, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes = [LEFT] * len(items)
@@ -54,9 +51,6 @@ class WholeSlots(FrontStorage):
                 if isinstance(answers, Outcomes):  # the slots are in use
                     return Outcomes.after(outcomes, {answers.returned})
         return outcomes
-
-    async def _taken(self, items: Sequence[Item], drain: Drainer, slots: Sequence[memoryview]) -> list[Outcome]:
-        return await uncancelled(self._take(items, drain, slots))
 
     async def _take(self, items: Sequence[Item], drain: Drainer, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes, late = [LEFT] * len(items), list[asyncio.Future[None]]()
