@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from scripts.walk_task import Walk, walk_levels, walk_read, walk_write
+from transferd.storage.lru import LruIndex, Use
 
-MOST_FILES_OF_A_WRITE = 35  # to storage in memory
+MOST_FILES_OF_A_WRITE, MOST_CALLS_OF_A_WRITE = 34, 278  # to storage in memory
 MOST_FILES_OF_A_READ = 40  # from storage in files
-MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 50, 550  # a write to memory above files, and its copy
+MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 49, 535  # a write to memory above files, and its copy
+MOST_CALLS_OF_A_BLOCK = 32  # of the index, for one that is written to a full store
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +26,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
 
 def test_a_write_crosses_few_files(walk: Walk) -> None:
     assert len(walk.files) <= MOST_FILES_OF_A_WRITE, walk.files
+    assert len(walk.calls) <= MOST_CALLS_OF_A_WRITE, walk.calls
 
 
 def test_a_write_to_levels_crosses_few_files_and_asks_little(tmp_path: Path) -> None:
@@ -34,6 +38,19 @@ def test_a_write_to_levels_crosses_few_files_and_asks_little(tmp_path: Path) -> 
 def test_a_read_of_a_file_crosses_few_files(tmp_path: Path) -> None:
     files = asyncio.run(walk_read(tmp_path)).files
     assert len(files) <= MOST_FILES_OF_A_READ, files
+
+
+@pytest.mark.parametrize("engines", [1, 8])
+def test_a_block_takes_few_steps_of_the_index_however_many_engines_there_are(engines: int) -> None:
+    index, walk, blocks = LruIndex(100), Walk(), [f"{number}" for number in range(110)]
+    for number, block in enumerate(blocks):
+        use = Use(owner=("engine", number % engines))
+        sys.setprofile(walk if number == 109 else None)
+        assert isinstance(index.reserve(block, 1, use), list)
+        index.commit(block)
+        sys.setprofile(None)
+    assert len(index) == 100
+    assert len(walk.calls) <= MOST_CALLS_OF_A_BLOCK, walk.calls
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,10 @@ async def unlinks(world: World) -> None:
         await world.harness.put(*objects.items())
         with world.faults.armed(call, error, count=-1, path="/objects/"):
             world.storage.set_capacity(1)
-            while world.storage._effects._background:
-                await asyncio.wait(world.storage._effects._background)
+            await world.storage._effects.end()
         world.hits[call] += world.faults.hits
         world.storage.set_capacity(1024**3)
-        while world.storage._effects._background:
-            await asyncio.wait(world.storage._effects._background)
+        await world.storage._effects.end()
         await world.check(objects, None, f"eviction, {call} {errno.errorcode[error]}")
 
 

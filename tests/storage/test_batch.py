@@ -15,7 +15,7 @@ from transferd.storage.lru import LruIndex, Use
 
 def test_a_store_waits_for_writes_that_make_room_and_once_not_for_longer_than_patience_lasts() -> None:
     async def story(loop: SimLoop) -> None:
-        batch = StoreBatch([], None, [], [])
+        batch = StoreBatch([], None, [])
         one, other = loop.create_future(), loop.create_future()
         batch.waits = {one, other}
         began = loop.time()

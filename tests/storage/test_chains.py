@@ -128,7 +128,7 @@ def test_a_load_of_the_next_blocks_uses_what_leads_to_them() -> None:
         store(index, "b", depth)
     load = Use(start=2)
     load.parent = "a1"
-    index.touch([called("a", 2), called("a", 3)], load)
+    index.find([called("a", 2), called("a", 3)], load)
     store(index, "c", 0, 4)
     assert (usable(index, "a"), usable(index, "b")) == (4, 0)
 
@@ -182,7 +182,7 @@ def test_any_parents_on_any_disks_leave_the_books_right(seed: int) -> None:
             index, name = flying.pop(draw.randrange(len(flying)))
             (index.commit if draw.random() < 0.8 else index.release)(name)
         elif name in index:
-            index.touch([name], use)
+            index.find([name], use)
         elif (index, name) not in flying and isinstance(index.reserve(name, 1, use, use.start), list):
             flying.append((index, name))
     for index, name in flying:
@@ -233,7 +233,7 @@ def test_a_retired_chain_goes_first_until_it_is_used() -> None:
     index.chains.retire(lambda name: "/b" in name or "/c" in name)
     assert (order(index)[:2], renumbered) == ([called("a", 0), called("a", 1)], [(3, 0), (2, 0)])
     assert index.first_use == 1
-    index.touch([called("c", 0), called("c", 1)])
+    index.find([called("c", 0), called("c", 1)], Use())
     store(index, "d", 0, 4)
     assert [usable(index, chain) for chain in "abcd"] == [2, 0, 2, 4]
 

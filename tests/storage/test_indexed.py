@@ -332,8 +332,7 @@ async def test_a_victim_of_a_lower_capacity_that_cannot_be_removed_returns(open_
     await storage.begun("remove b/0")
     assert await storage.exists(["b/0"]) == [False]
     storage.let_go("remove b/0")
-    [leaving] = storage._effects._background
-    await wait_for(leaving, BOUND_S)
+    await wait_for(storage._effects.end(), BOUND_S)
     assert await storage.exists(["b/0"]) == [True]
     await storage.quarantine("b/0")  # within bounds again, for the end of the test
 

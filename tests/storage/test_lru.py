@@ -188,7 +188,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(chain=st.lists(names, max_size=6, unique=True), use=st.none() | uses)
     def touch_a_chain(self, chain: list[str], use: Use | None) -> None:
-        self.index.touch(chain, use)
+        self.index.find(chain, use or Use())
         self.touched(chain, use, range(len(chain)))
 
     @rule(name=names, use=uses, depth=depths)
@@ -269,7 +269,7 @@ class IndexMachine(RuleBasedStateMachine):
     def restore(self) -> None:
         victim = self.removed.pop()
         if self.absent(victim.name):
-            self.index.restore(*victim)
+            self.index.restore(victim)
             if RESTORED not in self.order:
                 self.order.insert(0, RESTORED)
             self.of_nobody.add(victim.name)
@@ -314,8 +314,8 @@ def test_of_equals_with_two_owners_the_first_to_go_is_the_coldest() -> None:
     [victim] = index.evict(1)
     assert index.reserve("own", 10, use) == []
     index.commit("own")
-    index.restore(*victim)
-    index.touch([victim.name], use)
+    index.restore(victim)
+    index.find([victim.name], use)
     assert index.coldest(2) == order(index)[::-1]
 
 
@@ -331,9 +331,9 @@ def order(index: LruIndex) -> list[str]:
 def test_adopted_objects_keep_their_order_and_what_is_too_much_goes() -> None:
     index = LruIndex(100)
     index.adopt([Adopted(3, 1, "tail", 40), Adopted(3, 0, "root", 50), Adopted(7, 4, "later", 30)])
-    assert index.set_bounds(100) == [("tail", 40)]
+    assert index.set_bounds(100) == [Victim("tail", 40)]
     assert order(index) == ["later", "root"]
-    index.touch(["root"])
+    index.find(["root"], Use())
     assert order(index) == ["root", "later"]
 
 
@@ -349,7 +349,7 @@ def test_new_uses_come_after_all_that_a_life_before_has_numbered() -> None:
     index.noted = lambda *record: noted.append(record)
     index.adopt([Adopted(3, 1, "a", 40)])
     index.begin_at(9)
-    index.touch(["a"])
+    index.find(["a"], Use())
     assert (noted, index.first_use) == ([("a", 10, 0)], 10)
 
 
@@ -411,11 +411,11 @@ def test_a_write_takes_no_room_from_later_uses_nor_from_its_own_root() -> None:
     stored(index, first, 0, 1, 4)
     stored(index, second, 0, 1, 4)
     assert index.reserve("x", 10, first, 4) is NoRoom.FULL, "nothing goes for its equal"
-    assert index.reserve("x", 10, first, 3) == [(f"4@{id(first)}", 10)]
+    assert index.reserve("x", 10, first, 3) == [Victim(f"4@{id(first)}", 10)]
     index.release("x")
     assert index.reserve("x", 20, first, 2) is NoRoom.FULL, "there is room for ten"
     assert index.reserve("x", 10, first, 2) is NoRoom.FULL, "its chain has ended"
-    assert index.reserve("y", 30, second, 5) == [(f"1@{id(first)}", 10), (f"0@{id(first)}", 10)]
+    assert index.reserve("y", 30, second, 5) == [Victim(f"1@{id(first)}", 10), Victim(f"0@{id(first)}", 10)]
 
 
 def test_a_write_waits_for_deeper_ones_of_its_own_use_and_for_no_others() -> None:
@@ -425,7 +425,7 @@ def test_a_write_waits_for_deeper_ones_of_its_own_use_and_for_no_others() -> Non
         assert index.reserve(f"r{depth}", 10, use, depth) == []
     assert index.reserve("x", 10, use, 2) is NoRoom.LATER
     assert index.commit("r3") == []
-    assert index.reserve("x", 10, use, 2) == [("r3", 10)]
+    assert index.reserve("x", 10, use, 2) == [Victim("r3", 10)]
     assert use.ends_at(0) == 3
 
 
@@ -434,8 +434,8 @@ def test_a_block_stays_while_a_deeper_one_is_still_being_written() -> None:
     stored(index, use, 0, 2)
     assert index.reserve("r3", 10, use, 3) == []
     assert index.reserve("x", 10, use, 1) is NoRoom.LATER, "not the block at depth 2"
-    assert index.reserve("x", 10, use, 1, patient=False) == [(f"2@{id(use)}", 10)]
-    assert index.commit("r3") == [("r3", 10)], "nothing uses it without what was before it"
+    assert index.reserve("x", 10, use, 1, patient=False) == [Victim(f"2@{id(use)}", 10)]
+    assert index.commit("r3") == [Victim("r3", 10)], "nothing uses it without what was before it"
     assert "r3" not in index
     assert index.reserve("y", 10, use, 2) is NoRoom.FULL, "nor this"
 
@@ -455,8 +455,8 @@ def test_an_object_that_one_use_names_twice_counts_where_it_is_nearest_the_root(
 def test_a_restored_object_is_the_next_to_evict() -> None:
     index = LruIndex(100)
     adopt(index, ("a", 40))
-    index.touch(["a"])
-    index.restore("b", 10)
+    index.find(["a"], Use())
+    index.restore(Victim("b", 10))
     assert order(index) == ["a", "b"]
 
 
@@ -465,8 +465,8 @@ def test_touching_the_same_objects_for_ever_keeps_no_more_than_they_need() -> No
     adopt(index, *((f"n{i}", 1) for i in range(1000)))
     first, second = Use(), Use()
     for i in range(50_000):
-        index.touch([f"n{i % 1000}"], (first, second)[i % 3 == 0])
-    index.touch(["n0"])
+        index.find([f"n{i % 1000}"], (first, second)[i % 3 == 0])
+    index.find(["n0"], Use())
     assert len(index.chains.of) <= 4
     groups = [group for groups in index.chains.of.values() for group in groups]
     assert sum(len(group.entries) for group in groups) <= 2 * 1000 + 4 * (queues.SLACK + 1)

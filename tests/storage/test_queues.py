@@ -12,7 +12,6 @@ from transferd.storage.queues import (
     Queue,
     Use,
     UseGroup,
-    in_order,
     order_of,
     spared,
 )
@@ -39,19 +38,22 @@ def chain(queue: Queue, number: int, space: str, length: int) -> UseGroup:
     return group
 
 
+def going_of(queue: Queue, spare: float) -> list[Entry]:
+    uses, objects_of = spared({queue: spare}, int)
+    return [entry for groups in uses for group in groups for entry in objects_of(group)]
+
+
 def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
     queue = Queue(EngineOwner("a"))
     chain(queue, 1, "m/f/g", 2)
     second = chain(queue, 2, "m/f/g", 2)
     second.add(Entry("m/f/g/last/0", 10), 5)
-    going = list(spared({queue: math.inf}, int))
+    going = going_of(queue, math.inf)
     assert [entry.name.split("/")[3] for entry in going] == ["1-1", "1-0", "last", "2-1", "2-0"]
-    uses = [[group] for group in queue.groups.values()]
-    assert list(in_order(uses)) == going
-    assert list(spared({queue: 49}, int)) == going[:4], "it can spare no more"
+    assert going_of(queue, 49) == going[:4], "it can spare no more"
     assert sorted(going, key=order_of) == going
     queue.aside.add(going[2], 5)
-    assert list(spared({queue: math.inf}, int)) == [*going[:2], *going[3:]]
+    assert going_of(queue, math.inf) == [*going[:2], *going[3:]]
 
 
 def test_a_chain_is_continued_only_if_it_is_clear_which() -> None:

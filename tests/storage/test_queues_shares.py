@@ -199,7 +199,7 @@ def story(seed: int) -> None:
                 index.release(name)
             before = {}
         elif step < 0.85:
-            index.touch([name, *draw.sample(index.names(), min(3, len(index)))], use)
+            index.find([name, *draw.sample(index.names(), min(3, len(index)))], use)
         elif step < 0.92 and len(index):
             entry = index.get(draw.choice(index.names()))
             assert entry is not None

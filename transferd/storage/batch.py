@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.storage.base import Fill, Item, Outcome
+from transferd.storage.base import LEFT, Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
@@ -35,8 +35,7 @@ class Damaged(Exception):
 Answer: TypeAlias = bool | Outcome | Damaged | StorageError
 
 
-@dataclass(slots=True)
-class Write:
+class Write(msgspec.Struct):
     """One object that is being written. `position` is its index in the caller's batch.
 
     withdrawn: `fill` did not make it.
@@ -51,7 +50,7 @@ class Write:
     victims: list[Victim]  # objects to remove first, to make room; those that are still to be removed stay in the list
     error: StorageError | None = None
     withdrawn: bool = False
-    refused: list[tuple[Victim, StorageError]] = field(default_factory=list)
+    refused: list[tuple[Victim, StorageError]] = []
     failing: int = 0
     full: bool = False
 
@@ -92,13 +91,15 @@ class StoreBatch:
     fill: Fill | None
     # with `fill`, the slots that no thread uses now; the latest one is taken first, because it is still in the caches
     slots: list[memoryview]
-    todo: Sequence[int]  # positions that are not decided yet
     small: bool = False  # whether to write on the loop itself
-    outcomes: dict[int, Outcome] = field(default_factory=dict)  # by position, for decided ones
+    outcomes: list[Outcome] = field(init=False)  # LEFT unless another one is known
+    todo: Sequence[int] = field(init=False)  # positions that are not decided yet
     waits: set[asyncio.Future[None]] = field(default_factory=set)  # the effects that the undecided objects wait for
     written: asyncio.Future[None] | None = None  # completes when the latest wave has been written
-    alone: Use = field(default_factory=Use)  # the use of items that name none
     patient: bool = True  # whether to wait for running writes that should make room; False once they took too long
+
+    def __post_init__(self) -> None:
+        self.outcomes, self.todo = [LEFT] * len(self.items), range(len(self.items))
 
     async def wait(self) -> None:
         """Wait until one of `waits` has ended, but at most PATIENCE_S while the batch is patient."""

@@ -32,6 +32,7 @@ class Chains:
     now: monotonic seconds.
     of: by use, a group in each queue in which it has objects; in the order of uses, the oldest first.
     latest: the number of the latest use.
+    waiting: the numbers of uses that are writing and have no group yet.
     used_by: the use to which the object of a name belongs, or which writes it; None if there is none, or it is pinned.
     move: gives an object to a use.
     renumbered: called with the old and the new number of a use that was continued.
@@ -44,28 +45,20 @@ class Chains:
     _move: Callable[[Entry, Use, int], None]
     of: OrderedDict[Use, list[UseGroup]] = field(default_factory=OrderedDict)
     latest: int = RESTORED
+    waiting: dict[Use, int] = field(default_factory=dict)
     together: Sequence[Chains] = ()
     renumbered: Callable[[int, int], None] = lambda _old, _new: None
     place: int | None = 0
     _last: OrderedDict[str, Use] = field(default_factory=OrderedDict)  # by the last block that a use names
-    _numbers: dict[Use, int] = field(default_factory=dict)  # of uses that are writing and have no group yet
     _successors: WeakKeyDictionary[Use, Use] = field(default_factory=WeakKeyDictionary)
 
     def __post_init__(self) -> None:
         self.together = [self]
 
-    @property
-    def waiting(self) -> list[int]:
-        """The numbers of uses that have no group yet."""
-        return list(self._numbers.values())
-
-    def begin_at(self, number: int) -> None:
-        """Number new uses behind this number."""
-        self.latest, self._numbers = number, {}
-
     def leading(self, use: Use, name: str) -> Use:
         """The use to whose group an object that `use` writes or uses belongs: the last that continues its chain."""
-        use = self.heir(use)
+        if use.continued:
+            use = self.heir(use)
         if use.parent and use not in self.of:
             parent = _beside(name, use.parent)
             before = next((found for one in self.together if (found := one.user_of(parent)) is not None), use)
@@ -90,14 +83,10 @@ class Chains:
         """The number of a use that is writing, which may have no group yet."""
         if groups := self.of.get(use):
             return groups[0].number
-        if use not in self._numbers:
+        if use not in self.waiting:
             self.latest += 1
-            self._numbers[use] = self.latest
-        return self._numbers[use]
-
-    def writes_no_more(self, use: Use) -> None:
-        """Forget the number of a use that has written nothing."""
-        self._numbers.pop(use, None)
+            self.waiting[use] = self.latest
+        return self.waiting[use]
 
     def group(self, use: Use, queue: Queue, number: int | None = None, at: float | None = None) -> UseGroup:
         """The group of a use in a queue. A use without objects gets a new place, the last in the order.
@@ -111,7 +100,7 @@ class Chains:
         if elsewhere:
             number = elsewhere[0].number
         elif number is None:
-            if self._numbers.pop(use, 0) != self.latest:
+            if self.waiting.pop(use, 0) != self.latest:
                 self.latest += 1
             number = self.latest
         group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
@@ -172,11 +161,11 @@ class Chains:
         """Make `before`'s groups those of `use`, as the last in the order."""
         before.continued = True
         self._successors[before] = use
-        self._numbers.pop(before, None)
+        self.waiting.pop(before, None)
         groups = self.of.pop(before, [])
         if not groups:
             return
-        self._numbers.pop(use, None)
+        self.waiting.pop(use, None)
         self.latest += 1
         self.renumbered(groups[0].number, self.latest)
         for group in groups:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar, cast
 
 from transferd.errors import StorageError
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.batch import Read, Write, bare
@@ -28,6 +28,7 @@ class Effects:
     shares: how many threads work on the items of one call.
     quick: run background effects on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
+    ended, end: wait for the effects that are in the background now, or until none is.
     """
 
     def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
@@ -36,14 +37,15 @@ class Effects:
         self._threads = threads
         self._shares = shares
         self._quick = quick
-        self._background: set[asyncio.Task[Any]] = set()
+        background = Background(awaited=False)
+        self._background, self.ended, self.end = background, background.ended, background.settled
 
-    def occupy(self, names: Iterable[str], done: asyncio.Future[None]) -> None:
+    def occupy(self, names: Sequence[str], done: asyncio.Future[None]) -> None:
         """Mark an effect on these names as running until `done`."""
         for name in names:
             assert name not in self.busy or self.busy[name] is done, name
             self.busy[name] = done
-            self._names.setdefault(done, []).append(name)
+        self._names.setdefault(done, []).extend(names)
 
     def vacate(self, done: asyncio.Future[None]) -> None:
         """The effect has ended on all its names, unless it had on some before."""
@@ -80,7 +82,7 @@ class Effects:
         ended: Callable[[dict[str, StorageError]], T],
         *,
         after: Awaitable[None] | None = None,
-    ) -> asyncio.Task[T]:
+    ) -> asyncio.Future[T]:
         """Run an effect in the background on names that have just left the index. They are busy until it has ended.
 
         ended: called on the loop with the StorageErrors that the effect raised, by name. What it returns is the result.
@@ -108,20 +110,7 @@ class Effects:
             finally:
                 self.vacate(done)
 
-        task = asyncio.ensure_future(leave())
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-    async def ended(self, others: Iterable[asyncio.Future[None]]) -> None:
-        """Wait for the effects that are in the background now, and for these."""
-        if running := {*self._background, *others}:
-            await asyncio.wait(running)
-
-    async def end(self) -> None:
-        """Wait for all effects in the background."""
-        while self._background:
-            await asyncio.wait(self._background)
+        return self._background.begin(leave())
 
 
 def _name_of(item: object) -> str:

@@ -29,6 +29,7 @@ import asyncio
 import functools
 import itertools
 import math
+import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ from transferd.storage.base import (
     Outcome,
     Storage,
     Take,
+    as_chain,
 )
 from transferd.storage.batch import (
     Answer,
@@ -72,6 +74,7 @@ from transferd.storage.running import RunningCalls
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
+NAME = operator.attrgetter("name")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
@@ -191,12 +194,12 @@ class IndexedStorage(Index, Storage):
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
-        batch = StoreBatch(items, fill, list(slots), range(len(items)), small=self._is_small(items))
+        batch = StoreBatch(as_chain(items), fill, list(slots), small=self._is_small(items))
         if batch.small and not self._closed:  # a closed store raises when the result is awaited
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
-                return answered([batch.outcomes[position] for position in range(len(items))])
+                return answered(batch.outcomes)
         return self._store_all(batch)
 
     def load(
@@ -231,13 +234,13 @@ class IndexedStorage(Index, Storage):
         if step is not None and self._shrinking is None:
             self._shrinking = asyncio.ensure_future(self._shrink_on(step))
 
-    def _shrink(self) -> asyncio.Task[int] | None:
+    def _shrink(self) -> asyncio.Future[int] | None:
         nbytes, objects, why = self._bounds
         leaving = self._index.set_bounds(int(nbytes), objects, at_most=SHRINK_STEP)
         self._counts[f"evicted_{why}"] += len(leaving)
         return self._evict_in_background(leaving)
 
-    async def _shrink_on(self, step: asyncio.Task[int] | None) -> None:
+    async def _shrink_on(self, step: asyncio.Future[int] | None) -> None:
         """Take one step after another until the bounds are reached, or no object can be removed."""
         try:
             while step is not None:
@@ -279,7 +282,7 @@ class IndexedStorage(Index, Storage):
         self._check_open()
         with self.stores.of([item.name for item in batch.items]), self._traffic:
             await uncancelled(self._write_all_waves(batch))
-        return [batch.outcomes[position] for position in range(len(batch.items))]
+        return batch.outcomes
 
     async def _write_all_waves(self, batch: StoreBatch) -> None:
         await self._prepare()
@@ -302,7 +305,8 @@ class IndexedStorage(Index, Storage):
                 batch.outcomes[position] = decision
             elif isinstance(decision, Write):
                 wave.append(decision)
-                self._effects.occupy([decision.item.name, *(victim.name for victim in decision.victims)], batch.written)
+                names = [decision.item.name, *map(NAME, decision.victims)]
+                self._effects.occupy(names, batch.written)
             else:
                 later.append(position)
                 waits.update(decision)
@@ -313,8 +317,7 @@ class IndexedStorage(Index, Storage):
         """The answer, or a write to do now, or what to wait for before deciding again."""
         item = batch.items[position]
         name, nbytes, use, depth, _ = item
-        if use is None:  # such items are one chain
-            use, depth = batch.alone, position
+        assert use is not None
         busy = self._effects.busy
         if name in busy:  # two effects on one name must not overlap
             return [busy[name]]
@@ -329,15 +332,15 @@ class IndexedStorage(Index, Storage):
             self._index.forget(name, why=DAMAGED)
             self._put_aside([name])
             return [busy[name]]
-        if self._index.size(nbytes) > self._index.capacity:
-            what = f"an object of {nbytes} bytes is larger than {self._bound}"
-            return self._failed(StorageFull(what, refusal="object"))
         victims = self._index.reserve(name, nbytes, use, depth, patient=batch.patient)
         if victims is NoRoom.LATER:  # running effects hold the room
             return list(busy.values())
-        if victims is NoRoom.FULL:
-            what = "this task, later ones, pins and other engines' shares"
-            return self._failed(StorageFull(f"no room for {nbytes} bytes: {what} fill {self._bound}", refusal="object"))
+        if isinstance(victims, NoRoom):
+            what = f"an object of {nbytes} bytes is larger than {self._bound}"
+            if victims is NoRoom.FULL:
+                others = "this task, later ones, pins and other engines' shares"
+                what = f"no room for {nbytes} bytes: {others} fill {self._bound}"
+            return self._failed(StorageFull(what, refusal="object"))
         self._counts["evictions"] += len(victims)
         return Write(position, item, use, depth, victims)
 
@@ -345,8 +348,7 @@ class IndexedStorage(Index, Storage):
         """Write all, record each outcome, then release their names."""
         done = batch.written
         assert done is not None
-        unsettled = {write.item.name for write in wave}
-        leaving = []
+        unsettled, leaving = wave[::-1], list[Victim]()
         write_run = functools.partial(self._write_run, batch)
         writes = wave
         try:
@@ -359,15 +361,14 @@ class IndexedStorage(Index, Storage):
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
                     self._effects.occupy([victim.name for victim in write.victims], done)
-            for write in wave:
-                unsettled.remove(write.item.name)
-                leaving += self._settle(write)
+            while unsettled:
+                write = unsettled.pop()
+                leaving += self._settle(write, batch)
         finally:
-            for name in unsettled:  # only after a bug in an effect
-                self._index.release(name)
+            for write in unsettled:  # only after a bug in an effect
+                self._index.release(write.item.name)
             self._effects.vacate(done)
             self._evict_in_background(leaving)
-        batch.outcomes.update((write.position, self._stored(write)) for write in wave)
         self._wrote()
 
     def _makes_room(self, write: Write) -> bool:
@@ -440,9 +441,9 @@ class IndexedStorage(Index, Storage):
                     break
         return spare
 
-    def _settle(self, write: Write) -> list[Victim]:
-        """On the loop: record in the index how the write ended. Returns the objects that left, perhaps this one."""
-        leaving = []
+    def _settle(self, write: Write, batch: StoreBatch) -> list[Victim]:
+        """On the loop: record how the write ended. Returns the objects that left the index, perhaps this one."""
+        leaving = list[Victim]()
         if write.error is None and not write.withdrawn:
             ended = write.depth >= write.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
@@ -453,27 +454,26 @@ class IndexedStorage(Index, Storage):
                 write.error = StorageFull(what, refusal="object")
         else:
             self._index.release(write.item.name)
-        self._counts["evictions"] -= self._stuck.keep(write)
-        return leaving
-
-    def _stored(self, write: Write) -> Outcome:
+        if write.victims or write.refused:
+            self._counts["evictions"] -= self._stuck.keep(write)
         if write.error is not None:
-            return self._failed(write.error)
-        self._counts["stored"] += not write.withdrawn
-        return LEFT if write.withdrawn else STORED
+            batch.outcomes[write.position] = self._failed(write.error)
+        elif not write.withdrawn:
+            self._counts["stored"] += 1
+            batch.outcomes[write.position] = STORED
+        return leaving
 
     # --- load ---------------------------------------------------------------------------------------
 
     def _present(self, items: Sequence[Item]) -> list[Read]:
         """A Read for each of these objects that is present. They count as used."""
         reads: list[Read] = []
-        alone = Use()
-        for position, item in enumerate(items):
+        for position, item in enumerate(as_chain(items)):
             entry = self._index.get(item.name)
             if entry is not None:
                 reads.append(Read(position, item, entry))
-                if (item.use or alone).counts:
-                    self._index.touch_one(entry, item.use or alone, position if item.use is None else item.depth)
+                if item.use is not None and item.use.counts:
+                    self._index.touch_one(entry, item.use, item.depth)
         return reads
 
     async def _load_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
@@ -494,7 +494,7 @@ class IndexedStorage(Index, Storage):
             await self._put_aside(bad)
         return outcomes
 
-    async def _without(self, bad: asyncio.Task[None], outcomes: list[Outcome]) -> list[Outcome]:
+    async def _without(self, bad: asyncio.Future[None], outcomes: list[Outcome]) -> list[Outcome]:
         with self._traffic:
             await asyncio.shield(bad)
         return outcomes
@@ -553,7 +553,7 @@ class IndexedStorage(Index, Storage):
 
     # --- leaving ------------------------------------------------------------------------------------
 
-    def _put_aside(self, names: Sequence[str]) -> asyncio.Task[None]:
+    def _put_aside(self, names: Sequence[str]) -> asyncio.Future[None]:
         """Make bad objects unreachable. Their names have just left the index.
 
         An object that cannot be put aside stays out of the index. The next start finds it; then its check fails again.
@@ -561,7 +561,7 @@ class IndexedStorage(Index, Storage):
         self._counts["corrupt"] += len(names)
         return self._effects.begin(names, self._set_aside, self._stuck.note)
 
-    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Task[int] | None:
+    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Future[int] | None:
         """Remove objects that have just left the index. Those that cannot be removed return to it."""
         if not victims:
             return None
@@ -581,7 +581,10 @@ class IndexedStorage(Index, Storage):
         return asyncio.shield(self._stuck.remove_bad(fits))
 
     async def at_end(self) -> None:
-        await self._effects.ended(self.stores.ends)
+        stores = set(self.stores.ends)
+        await self._effects.ended()
+        if stores:
+            await asyncio.wait(stores)
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""

@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -50,6 +49,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from transferd.storage.chains import Chains
 from transferd.storage.queues import (
     AWAITED,
+    DEPTH,
     EVICTED,
     FOUND_AT,
     GONE,
@@ -69,7 +69,6 @@ from transferd.storage.queues import (
     Use,
     UseGroup,
     Victim,
-    in_order,
     nobody,
     order_of,
     space_of,
@@ -128,7 +127,7 @@ class LruIndex:
     def first_use(self) -> int:
         """No present object belongs to a use with a smaller number, except pinned ones."""
         numbers = (groups[0].number for groups in self.chains.of.values() if groups[0].number)
-        return min([next(numbers, self.chains.latest + 1), *self.chains.waiting])
+        return min([next(numbers, self.chains.latest + 1), *self.chains.waiting.values()])
 
     def _used_by(self, name: str) -> Use | None:
         if self._filling:  # a use that continued one now would be numbered before those that are still to come
@@ -157,7 +156,7 @@ class LruIndex:
         for queue in list(self._queues.values()):
             yield from queue.aside.root_first()
         for groups in [groups[::-1] for groups in reversed(self.chains.of.values())]:
-            yield from heapq.merge(*map(UseGroup.root_first, groups), key=operator.attrgetter("depth"))
+            yield from heapq.merge(*map(UseGroup.root_first, groups), key=DEPTH)
 
     # --- owners -------------------------------------------------------------------------------------
 
@@ -181,10 +180,9 @@ class LruIndex:
         return int(queue.share * self.capacity) if self._now() < queue.share_until else 0
 
     def _queue(self, owner: Hashable, space: str = "") -> Queue:
-        queue = self._queues.get(owner)
-        if queue is None:
-            queue = self._queues[owner] = Queue(owner, space)
-        return queue
+        if owner not in self._queues:
+            self._queues[owner] = Queue(owner, space)
+        return self._queues[owner]
 
     def _take_over(self, mine: Queue, theirs: Queue) -> None:
         """Move all objects of a queue to another one, where each keeps its place in the order."""
@@ -249,13 +247,14 @@ class LruIndex:
     ) -> list[Victim] | NoRoom:
         """Make room for an object that `use` will write. Returns the evicted objects.
 
-        The caller has checked that the name is absent and that its size does not exceed the capacity.
+        The caller has checked that the name is absent.
         patient: wait for running writes of the same use that are deeper than the objects to evict.
         """
         assert name not in self._present, name
         assert name not in self._reserved, name
         size = self.size(nbytes)
-        assert size <= self.capacity, (nbytes, self.capacity)
+        if size > self.capacity:
+            return NoRoom.NEVER
         if use.parent is None and use.start and self.place not in use.placed and use not in self.chains.of:
             self.chains.guess(use, name, self._queues.get(use.owner), self._coming)
         leading = self.chains.leading(use, name)
@@ -298,6 +297,8 @@ class LruIndex:
             return self._drop_all([entry], EVICTED, use.owner)
         if self.holds:
             self.pin(entry, UNSAVED)
+        if self.used <= self.capacity and self._count <= self.most:
+            return []
         return self._drop_all(self._next_to_go(self.used - self.capacity, self._count - self.most)[0], EVICTED)
 
     def release(self, name: str) -> None:
@@ -307,14 +308,14 @@ class LruIndex:
         gone.queue.used -= self.size(gone.nbytes)
         for use in (gone.use, self.chains.heir(gone.use)):
             if use not in self._coming:
-                self.chains.writes_no_more(use)
+                self.chains.waiting.pop(use, None)
         self._drop_if_empty(gone.queue)
 
     def begin_anew(self) -> None:
         """Forget the numbers of uses. Call it when no object is left and the next ones have another index's numbers."""
         assert not self._count, self._count
         self._filling = True
-        self.chains.begin_at(RESTORED)
+        self.chains.latest = RESTORED
 
     def adopt(self, objects: Iterable[Adopted]) -> None:
         """Add objects found at start, by ascending numbers of their uses, before any use. Evicts nothing."""
@@ -342,18 +343,11 @@ class LruIndex:
 
     def find(self, names: Sequence[str], use: Use) -> list[bool]:
         """For each name, whether it is present. The names count as used by `use`, as one chain from root to leaf."""
-        found = [name in self._present for name in names]
-        if use.counts:
-            self.touch(names, use)
-        return found
-
-    def touch(self, names: Sequence[str], use: Use | None = None) -> None:
-        """Note that `use`, or a new one, has just used these, a chain from root to leaf. Absent names are skipped."""
-        use = Use() if use is None else use
-        for depth, name in enumerate(names, use.start):
-            entry = self._present.get(name)
+        entries = [self._present.get(name) for name in names]
+        for depth, entry in enumerate(entries if use.counts else (), use.start):
             if entry is not None:
                 self.touch_one(entry, use, depth)
+        return [entry is not None for entry in entries]
 
     def touch_one(self, entry: Entry, use: Use, depth: int) -> None:
         """Note that `use` has just used a present object, at this depth of its chain. It keeps a known owner."""
@@ -408,8 +402,9 @@ class LruIndex:
         self._drop_all([present], why)
         return True
 
-    def restore(self, name: str, nbytes: int) -> None:
+    def restore(self, victim: Victim) -> None:
         """Add an evicted object that could not be removed: it is present again, as the next to evict."""
+        name, nbytes = victim.name, victim.nbytes
         assert name not in self._present, name
         assert name not in self._reserved, name
         space = space_of(name)
@@ -469,28 +464,32 @@ class LruIndex:
         own = None if use is None else self.chains.of.get(use)
         stop = (own[0].number, -depth) if own else None
 
-        def first(entries: Iterator[Entry]) -> tuple[list[Entry], bool]:
+        def first(
+            uses: Iterable[Sequence[UseGroup]], objects_of: Callable[[UseGroup], Iterator[Entry]] = UseGroup.leaf_first
+        ) -> tuple[list[Entry], bool]:
             going: list[Entry] = []
             left_bytes, left_count = nbytes, count
-            for entry in entries:
-                if stop is not None and order_of(entry) >= stop:
-                    break
-                going.append(entry)
-                left_bytes -= self.size(entry.nbytes)
-                left_count -= 1
-                if (left_bytes <= 0 and left_count <= 0) or len(going) == at_most:
-                    return going, True
+            for groups in uses:
+                lines = map(objects_of, groups)
+                for entry in next(lines) if len(groups) == 1 else heapq.merge(*lines, key=DEPTH, reverse=True):
+                    if stop is not None and order_of(entry) >= stop:
+                        return going, False
+                    going.append(entry)
+                    left_bytes -= self.size(entry.nbytes)
+                    left_count -= 1
+                    if (left_bytes <= 0 and left_count <= 0) or len(going) == at_most:
+                        return going, True
             return going, False
 
         if use is None or not self._shared:
-            return first(in_order(self.chains.of.values()))
+            return first(self.chains.of.values())
         mine = self._queues.get(use.owner) or Queue(use.owner)
         others = {queue: queue.used - self.kept(queue) for queue in self._queues.values() if queue is not mine}
         if mine.used + more <= self.kept(mine):  # it stays within its share
-            going, enough = first(spared(others, self.size))
+            going, enough = first(*spared(others, self.size))
             if enough:
                 return going, True
-        return first(spared({mine: math.inf, **others}, self.size))
+        return first(*spared({mine: math.inf, **others}, self.size))
 
     def _deepest_coming(self, use: Use) -> int:
         """The largest depth of the objects that this use is writing; -1 if there are none."""
@@ -530,15 +529,16 @@ class LruIndex:
     def _drop_all(self, entries: Iterable[Entry], why: str, whose: Hashable = None) -> list[Victim]:
         victims = []
         for entry in entries:
-            use, size = entry.use, self.size(entry.nbytes)
+            group, size = entry.group, self.size(entry.nbytes)
+            assert group is not None
             del self._present[entry.name]
             queue = self._leave_group(entry)
             queue.used -= size
             queue.objects -= 1
             self.bytes -= size
             self.used -= size
-            if why == EVICTED and use is not None:
-                use.end_at(self.place, entry.depth)
+            if why == EVICTED:
+                group.use.end_at(self.place, entry.depth)
                 queue.evicted[whose] += 1
             if not queue.used:
                 self._drop_if_empty(queue)

@@ -18,7 +18,7 @@ import itertools
 import math
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -32,6 +32,7 @@ RESTORED = 0  # the number of the group that comes before every use
 HELD_S = 600.0  # how long the share of an engine that has left is kept
 # What happens to an object in an index, as reports name it.
 STORED, EVICTED, PURGED, DAMAGED, GONE = "stored", "evicted", "purged", "damaged", "gone"
+_NUMBER, _USE, DEPTH = map(operator.attrgetter, ("number", "use", "depth"))
 FOUND_AT = -math.inf  # the time of the uses of objects found at start, which is unknown
 
 
@@ -122,8 +123,7 @@ class Use:
 PINNED, UNSAVED, AWAITED, STUCK, GUESSED = 1, 2, 4, 8, 16
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     """One present object. A name that leaves the index and returns gets a new Entry: compare entries by identity.
 
     kept: why it is not evicted, a sum of PINNED, UNSAVED, AWAITED, STUCK and GUESSED.
@@ -158,7 +158,7 @@ class Entry:
         return f"Entry({self.nbytes} bytes)"
 
 
-class Victim(NamedTuple):
+class Victim(msgspec.Struct, frozen=True):
     """An object that has left the index. The caller removes its bytes."""
 
     name: str
@@ -168,6 +168,7 @@ class Victim(NamedTuple):
 class NoRoom(enum.Enum):
     """Why `reserve` made no room. Nothing has changed."""
 
+    NEVER = "it is larger than the capacity"
     LATER = "running writes hold the room, or what should go first: ask again when one has ended"
     FULL = (
         "all that is there is nearer the root of the write's own chain, or was used after it, or is pinned, or is "
@@ -290,7 +291,7 @@ class UseGroup:
         """The entries, root first. Some may have moved to another group, but not the last one."""
         if not self.sorted:
             self.tidy()
-            self.entries.sort(key=_depth)
+            self.entries.sort(key=DEPTH)
             self.sorted = True
         while self.entries and self.entries[-1].group is not self:
             self.entries.pop()
@@ -302,19 +303,13 @@ class UseGroup:
         self.entries = list(dict.fromkeys(entry for entry in self.entries if entry.group is self))
 
 
-def in_order(
-    uses: Iterable[Sequence[UseGroup]], objects_of: Callable[[UseGroup], Iterator[Entry]] = UseGroup.leaf_first
-) -> Iterator[Entry]:
-    """The objects of uses, which are in the order of eviction, in that order. The groups of a use are one chain."""
-    for groups in uses:
-        if len(groups) == 1:
-            yield from objects_of(groups[0])
-        else:
-            yield from heapq.merge(*map(objects_of, groups), key=_depth, reverse=True)
+def spared(
+    spare: Mapping[Queue, float], size: Callable[[int], int]
+) -> tuple[Iterator[list[UseGroup]], Callable[[UseGroup], Iterator[Entry]]]:
+    """The uses that have objects in these queues, in the order of eviction, and what may go of the objects of a group.
 
-
-def spared(spare: Mapping[Queue, float], size: Callable[[int], int]) -> Iterator[Entry]:
-    """The objects of these queues in the order of eviction: of each, as many bytes as it can spare."""
+    spare: how many bytes of each queue may go.
+    """
     left = dict(spare)
 
     def objects_of(group: UseGroup) -> Iterator[Entry]:
@@ -328,8 +323,8 @@ def spared(spare: Mapping[Queue, float], size: Callable[[int], int]) -> Iterator
         return left[group.queue] >= 0
 
     lines = [itertools.takewhile(can_spare, queue.groups.values()) for queue in left]
-    by_use = itertools.groupby(heapq.merge(*lines, key=_number), key=_use)
-    return in_order((list(groups) for _, groups in by_use), objects_of)
+    by_use = itertools.groupby(heapq.merge(*lines, key=_NUMBER), key=_USE)
+    return (list(groups) for _, groups in by_use), objects_of
 
 
 def order_of(entry: Entry) -> tuple[int, int]:
@@ -341,6 +336,3 @@ def order_of(entry: Entry) -> tuple[int, int]:
 def _space(name: str) -> str:
     """The part of a name that all blocks of a sequence share."""
     return name.rsplit("/", 2)[0] if "/" in name else ""
-
-
-_number, _use, _depth = map(operator.attrgetter, ("number", "use", "depth"))

@@ -65,7 +65,7 @@ class StuckObjects:
         for victim in write.victims:
             del self._effects.busy[victim.name]
             if not self._unusable():
-                self._index.restore(*victim)
+                self._index.restore(victim)
         for victim, error in write.refused:
             del self._effects.busy[victim.name]
             self._keep(victim, error)
@@ -79,7 +79,7 @@ class StuckObjects:
         if not victim.nbytes:  # it is bad (`note`), and must not be served
             self._note(victim, error)
             return
-        self._index.restore(*victim)
+        self._index.restore(victim)
         if is_whole(error):
             self.whole = True
             return
@@ -98,12 +98,12 @@ class StuckObjects:
             log.warning("an object cannot be removed and is set aside", problem=str(error), action=ACTION)
         self.refused[victim.name] = _Stuck(self._now(), victim.nbytes, str(error))
 
-    def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Task[int]:
+    def remove(self, victims: Sequence[Victim], after: Awaitable[None] | None = None) -> asyncio.Future[int]:
         """Remove objects that have just left the index, in the background. The result: how many are still stored."""
         names, ended = [victim.name for victim in victims], functools.partial(self._ended, victims)
         return self._effects.begin(names, self._remove, ended, after=after)
 
-    def remove_bad(self, fits: Callable[[str], bool]) -> asyncio.Task[int]:
+    def remove_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit (`note`), unless another one has taken its place."""
         bad = [name for name, one in self.refused.items() if not one.nbytes and self._index.get(name) is None]
         return self.remove([Victim(name, 0) for name in bad if fits(name) and name not in self._effects.busy])
