@@ -444,8 +444,8 @@ MUTANTS = (
     ),
     Mutant(
         "what a lower level loses is not copied there again",
-        "storage/levels/sweep.py",
-        "        if what in (STORED, EVICTED) or self._parts.source(back.level, name) is None:",
+        "storage/levels/write_back.py",
+        "        if what in (STORED, EVICTED) or self._copying.first_with(name, self.level.number) is None:",
         "        if True:",
         finder="store_world",
     ),
@@ -539,9 +539,9 @@ MUTANTS = (
     ),
     Mutant(
         "what a level evicted for room is copied there again at once",
-        "storage/levels/sweep.py",
-        "        if what in (STORED, EVICTED) or self._parts.source(",
-        "        if what == STORED or self._parts.source(",
+        "storage/levels/write_back.py",
+        "        if what in (STORED, EVICTED) or self._copying.first_with(",
+        "        if what == STORED or self._copying.first_with(",
         finder="store_world",
     ),
     Mutant(
@@ -595,10 +595,9 @@ MUTANTS = (
     ),
     Mutant(
         "what is copied below does not keep its copy above",
-        "storage/levels/storing.py",
-        "            nbytes = stored if stored is not None else level.index.hold(name)",
-        "            nbytes = stored if stored is not None else level.index.hold(name)\n"
-        "            level.index.release(name, use)",
+        "storage/levels/write_back.py",
+        "        nbytes = source.index.hold(name)",
+        "        nbytes = source.index.hold(name)\n        source.index.release(name, use)",
         finder="store_world",
     ),
     Mutant(

@@ -18,6 +18,7 @@ from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Ou
 from transferd.storage.levels import stack as stack_module
 from transferd.storage.levels import sweep, write_back
 from transferd.storage.levels.base import Proof
+from transferd.storage.levels.copying import CopyDown
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.selection import Selection
@@ -208,7 +209,7 @@ async def test_a_refusal_that_passes_costs_no_copy_however_often_it_comes(
     asked = store.levels.write_backs[0]._copy_batch
     rounds = 0
 
-    async def counted(batch: list[write_back.Unsaved]) -> None:
+    async def counted(batch: list[CopyDown]) -> None:
         nonlocal rounds
         rounds += 1
         await asked(batch)
@@ -302,7 +303,7 @@ async def test_a_task_that_waits_for_its_copy_is_told_and_the_copy_goes_on(
     back, told = store.levels.write_backs[0], list[int]()
     answer = back._answer
 
-    def answered(one: write_back.Unsaved, why: StorageError | None) -> None:
+    def answered(one: CopyDown, why: StorageError | None) -> None:
         told.append(len(lower.stores))
         answer(one, why)
 
@@ -388,6 +389,37 @@ async def test_a_damaged_copy_below_is_made_again_from_the_one_above(open_storag
     assert await there(lower, 1)
 
 
+async def test_the_end_of_an_older_copy_does_not_let_go_what_has_just_been_stored_anew(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The level had it, and its store was not answered yet: so it could be evicted before it was copied."""
+    memory = MemoryStorage(memory_config(64 * KIB))
+    first, lower = gated(memory, "first"), gated(MemoryStorage(memory_config(1024 * KIB)), "lower")
+    store = await open_storage(stack(first, lower))
+    lower.gate.clear()
+    assert await store.put((name(1), content(1))) == [STORED]
+    await until(lambda: lower.waiting, "the copy runs")
+    await store.levels.quarantine_at(name(1), 0)
+    behind = first.store
+
+    async def slow(items: Sequence[Item], fill: None, slots: Sequence[memoryview]) -> list[Outcome]:
+        outcomes = await behind(items, fill, slots)
+        lower.gate.set()
+        await until(lambda: not store.levels.unsaved, "the older copy has ended")
+        lower.gate.clear()
+        return outcomes
+
+    monkeypatch.setattr(first, "store", slow)
+    assert await store.put((name(1), content(1))) == [STORED]
+    entry = memory.indexes[0].get(name(1))
+    assert entry is not None
+    assert entry.kept, "its copy waits"
+    lower.gate.set()
+    await store.levels.flush(10)
+    assert await there(lower, 1)
+    assert not entry.kept
+
+
 async def test_a_close_gives_up_what_a_dead_level_has_not_taken_and_says_so(open_storage: Open) -> None:
     store, _, lower = await two(open_storage)
     lower.error = StorageUnavailable("down")
@@ -448,10 +480,27 @@ async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_
     assert [data for _, data in got] == [content(i) for i in range(20)]
 
 
+@pytest.mark.parametrize(("nbytes", "largest"), [(KIB, 3), (4096, 3), (4097, 1), (20_000, 1)])
+async def test_one_copy_has_as_many_objects_as_its_memory_takes_and_at_least_one(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch, nbytes: int, largest: int
+) -> None:
+    monkeypatch.setattr(write_back, "CARRY_BYTES", 3 * 4096)
+    store, _, lower = await two(open_storage, 1024 * KIB)
+    behind, calls = lower.store, list[int]()
+
+    async def counted(items: Sequence[Item], fill: None, slots: Sequence[memoryview]) -> list[Outcome]:
+        calls.append(len(items))
+        return await behind(items, fill, slots)
+
+    monkeypatch.setattr(lower, "store", counted)
+    assert await store.put(*((name(i), content(i, nbytes)) for i in range(8))) == [STORED] * 8
+    await store.levels.flush(10)
+    assert (max(calls), sum(calls)) == (largest, 8)
+    assert lower.stores == [name(i) for i in range(8)], "root first"
+
+
 def test_the_memory_of_a_copy_takes_objects_of_any_length() -> None:
     carry = write_back.Carry([])
-    assert carry.fitting([write_back.CARRY_BYTES * 2, 1]) == 1
-    assert carry.fitting([4096] * 3) == 3
     small, large = carry.slots([10, 5000])
     assert (small.nbytes, large.nbytes) == (10, 5000)
     [huge] = carry.slots([write_back.CARRY_BYTES + 1])

@@ -21,7 +21,6 @@ from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
 from transferd.storage.levels.proving import Proving
-from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.write_back import BATCH
 from transferd.storage.lru import Use
@@ -31,11 +30,8 @@ from transferd.tasks import LevelChange
 class Leaving:
     """See the module. Used on one loop."""
 
-    def __init__(
-        self, parts: StackParts, storing: Storing, prefetcher: StackPrefetcher, proving: Proving, sweep: Sweep
-    ) -> None:
+    def __init__(self, parts: StackParts, prefetcher: StackPrefetcher, proving: Proving, sweep: Sweep) -> None:
         self._parts = parts
-        self._storing = storing
         self._prefetcher = prefetcher
         self._proving = proving
         self._sweep = sweep
@@ -132,7 +128,7 @@ class Leaving:
                     for back in below:
                         if not back.fits(nbytes):
                             await back.emptied()
-                    self._storing.save(level, name, use, depth)
+                        back.offer(name, use, depth, level)
                 for back in below:
                     await back.emptied()
             elif alone and (above := self._parts.promotions.above(level)) is not None:

@@ -244,8 +244,8 @@ class StoreLevel:
 
     @property
     def away(self) -> bool:
-        """Whether nothing can be copied to it, for longer than a moment."""
-        return self.leaving or bool(self.storage.unusable())
+        """Whether nothing is to be copied to it now. What a remote level does not take waits until it answers again."""
+        return self.leaving or (self.known and bool(self.storage.unusable()))
 
     @property
     def state(self) -> str:
@@ -342,6 +342,10 @@ class StoreLevel:
         self._hints.discard(name)
         if self.changed is not None:
             self.changed(name)
+
+    def doubt(self, name: str) -> None:
+        """Forget that a level that is not `known` has said that it has an object, though nothing says otherwise."""
+        self._hints.discard(name)
 
     def hint(self, name: str) -> Hint | None:
         """What a level that is not `known` has said of an object last."""

@@ -193,8 +193,7 @@ class StackLoad:
         for below in self._parts.levels[level.number + 1 :]:
             if not below.out:
                 for item, there in zip(items, below.has([item.name for item in items]), strict=True):
-                    unsaved = self._parts.unsaved.get(item.name)
-                    waits = unsaved is not None and below.number in unsaved.waiting
+                    waits = below.number in self._parts.unsaved.get(item.name, {})
                     if there or (there is None and not waits and not below.absent(item.name)):
                         return True
         return False

@@ -12,25 +12,20 @@ from transferd.storage.base import Item
 from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.promotion import Promotions
-from transferd.storage.levels.write_back import Unsaved, WriteBack
+from transferd.storage.levels.write_back import WriteBack
 from transferd.storage.running import RunningCalls
 
 SETTLE_S = 10.0  # how long a purge or a drain waits for copies between levels
 
 
 class StackParts(Copying):
-    """See the module.
-
-    unsaved: by name, objects that some levels lack.
-    write_backs: one for each level but the first.
-    """
+    """See the module. write_backs: the copies to each level but the first."""
 
     def __init__(self, levels: Sequence[StoreLevel], now: Callable[[], float], threads: Threads) -> None:
         super().__init__(levels, now)
         self.threads = threads
         self.promotions = Promotions(self)
-        self.unsaved: dict[str, Unsaved] = {}
-        self.write_backs: list[WriteBack] = []
+        self.write_backs = [WriteBack(level, self) for level in levels[1:]]
         self.stores = RunningCalls()
 
     def named(self, name: str) -> StoreLevel:
@@ -42,15 +37,10 @@ class StackParts(Copying):
             raise RequestError(what, code="unknown_level")
         return level
 
-    def source(self, level: StoreLevel, name: str) -> StoreLevel | None:
-        """The first level above this one from which an object can be copied there."""
-        above = self.levels[: level.number]
-        return next((one for one in above if one.known and not one.out and one.has([name]) == [True]), None)
-
     def lost(self, level: StoreLevel, item: Item) -> None:
         """A level has no object of this length: a copy of another length, on its way from there, must not stay."""
-        one = self.unsaved.get(item.name)
-        if one is not None and one.source is level and one.nbytes != item.nbytes:
+        copies = self.unsaved.get(item.name, {}).values()
+        if any(one.source is level and one.nbytes != item.nbytes for one in copies):
             self.fences.damaged(item.name, level.number)
 
     async def settled(self, backs: Sequence[WriteBack]) -> None:

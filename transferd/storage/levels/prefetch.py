@@ -13,6 +13,7 @@ not count as uses.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,13 +37,13 @@ BATCH, BATCH_BYTES = 16, 8 * 1024**2  # of one read: a load waits for no more
 MOST_KEPT = 0.25  # of a level's capacity, by all prefetches together
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Kept:
-    """An object that waits for its first use. by: the prefetches that requested it."""
+    """An object that waits for its first use. by: how many prefetches that have not ended requested it."""
 
     level: StoreLevel
     nbytes: int
-    by: set[StackBringing]
+    by: int = 0
 
 
 class StackBringing(Bringing):
@@ -55,7 +56,7 @@ class StackBringing(Bringing):
         self.brought: dict[str, int] = {}
         self.error: TransferError | None = None
         self.stopped = False
-        self.kept: set[str] = set()  # the names of objects that are not evicted because of it
+        self._kept: dict[str, Kept] = {}  # by name, what was not evicted because of it
         self._all = prefetches
         self._parts = prefetches.parts
 
@@ -67,35 +68,31 @@ class StackBringing(Bringing):
         self.stopped = True
 
     def there(self, names: Sequence[str]) -> list[bool]:
-        return [self._all.place(self.level, name) is not None for name in names]
+        return [self._parts.first_with(name, self.level.number + 1) is not None for name in names]
 
     def release(self) -> None:
-        for name in list(self.kept):
-            kept = self._all.kept[name]
-            self.kept.discard(name)
-            kept.by.discard(self)
-            if not kept.by:
+        for name, kept in self._kept.items():
+            kept.by -= 1
+            if not kept.by and self._all.kept.get(name) is kept:
                 self._all.let_go(name, kept, self.use)
+        self._kept = {}
 
     def _keep(self, name: str, level: StoreLevel) -> None:
-        if self.free_only or self.stopped:
+        if self.free_only or self.stopped or (nbytes := level.index.hold(name, AWAITED)) is None:  # it has just left
             return
-        by = {self}
-        if (kept := self._all.kept.get(name)) is not None:  # perhaps in another level, or gone and brought again
-            by |= kept.by
-            self._all.let_go(name, kept, self.use)
-        nbytes = level.index.hold(name, AWAITED)
-        if nbytes is None:  # it has just left
-            return
-        self._all.kept[name] = Kept(level, nbytes, by)
+        kept = self._all.kept.setdefault(name, Kept(level, 0))
+        if kept.level is not level:
+            kept.level.index.release(name, self.use, AWAITED)
+        self._all.kept_bytes[kept.level] -= kept.nbytes
         self._all.kept_bytes[level] += nbytes
-        for each in by:
-            each.kept.add(name)
+        kept.level, kept.nbytes = level, nbytes
+        if self._kept.get(name) is not kept:
+            self._kept[name] = kept
+            kept.by += 1
 
     async def _bring(self, items: Sequence[Item]) -> None:
-        parts, left = self._parts, [item.name for item in items]
-        awaited = parts.promotions.awaited
-        awaited.update(left)
+        parts, promotions = self._parts, self._parts.promotions
+        promotions.awaited.update([item.name for item in items])
         try:
             if not self.free_only and not self._fits(self.level, sum(item.nbytes for item in items)):
                 await self._all.forget_gone(self.use)
@@ -104,15 +101,15 @@ class StackBringing(Bringing):
                     if self.stopped or self._all.closing or isinstance(self.error, StorageFull):
                         return
                     await parts.traffic.quiet(GIVE_WAY_S)
-                    if any(parts.promotions.comes(item.name) for item in batch):
-                        await parts.promotions.running.ended()
-                    await parts.promotions.running.begin(self._batch(batch))
-                _take_off(awaited, left[: len(batch)])
-                left = left[len(batch) :]
+                    await promotions.coming.without([item.name for item in batch])
+                    await promotions.running.begin(self._batch(batch))
         except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
             self.error = self.error or error
         finally:
-            _take_off(awaited, left)
+            for item in items:
+                promotions.awaited[item.name] -= 1
+                if not promotions.awaited[item.name]:
+                    del promotions.awaited[item.name]
 
     async def _batch(self, batch: Sequence[Item]) -> None:
         """Raises StorageError."""
@@ -120,14 +117,13 @@ class StackBringing(Bringing):
         if why := level.out_for_stores:
             raise StorageUnavailable(f"the level {level.name} cannot be used now: {why}")
         for item in batch:
-            if (place := self._all.place(level, item.name)) is not None:
+            if (place := self._parts.first_with(item.name, level.number + 1)) is not None:
                 if self._fits(place, item.nbytes):
                     self._keep(item.name, place)
-            elif not self._parts.promotions.comes(item.name):
+            else:
                 todo.append(item)
         for _ in self._parts.levels:  # a copy may be damaged, or its level too slow: then the next one
-            fitting = self._fitting(todo)
-            if fitting:
+            if fitting := self._fitting(todo):
                 todo = await self._round(fitting)
 
     def _fits(self, level: StoreLevel, nbytes: int) -> bool:
@@ -138,26 +134,24 @@ class StackBringing(Bringing):
 
     def _fitting(self, items: Sequence[Item]) -> list[Item]:
         """The first of these, as many as there is room for."""
-        total = 0
-        for count, item in enumerate(items):
-            total += item.nbytes
-            if not self._fits(self.level, total):
-                what = f"the level {self.level.name} has no free room left"
-                if not self.free_only:
-                    what = f"prefetches may fill {MOST_KEPT:.0%} of the level {self.level.name}, and wait for their use"
-                self.error = self.error or StorageFull(what)
-                return list(items[:count])
-        return list(items)
+        totals = itertools.accumulate(item.nbytes for item in items)
+        fitting = [item for item, total in zip(items, totals, strict=True) if self._fits(self.level, total)]
+        if len(fitting) < len(items):
+            what = f"the level {self.level.name} has no free room left"
+            if not self.free_only:
+                what = f"prefetches may fill {MOST_KEPT:.0%} of the level {self.level.name}, and wait for their use"
+            self.error = self.error or StorageFull(what)
+        return fitting
 
     async def _round(self, items: Sequence[Item]) -> list[Item]:
         """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
         parts, level, names = self._parts, self.level, [item.name for item in items]
         slots = self._all.carry.slots([item.nbytes for item in items])
         born = parts.fences.number
-        parts.promotions.mark(names)
-        try:
+        with parts.promotions.coming.of(names):
             asked = [Item(item.name, item.nbytes, PEEK, item.depth) for item in items]
             outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
+            self._note_errors(outcomes)
             found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
 
@@ -168,18 +162,17 @@ class StackBringing(Bringing):
             for i in damaged:
                 await self._all.quarantine_at(names[i], outcomes[i].level)
                 again.append(items[i])
-            good = [
-                i
-                for i in found
-                if i not in damaged and not parts.fences.forbids(names[i], born, parts.levels[outcomes[i].level])
-            ]
-            self._note_errors(outcomes)
-            if good:
-                sources = [parts.levels[outcomes[i].level] for i in good]
-                await self._store([items[i] for i in good], [slots[i] for i in good], sources, born)
+            good = [i for i in found if i not in damaged]
+            above, own = [items[i] for i in good], [slots[i] for i in good]
+            sources = [parts.levels[outcomes[i].level] for i in good]
+            for item, answer, why in await parts.promotions.bring(above, sources, own, level, born, "prefetched"):
+                if answer.found in (Found.STORED, Found.EXISTS) and not why:
+                    self._keep(item.name, level)
+                elif isinstance(answer.error, StorageError):
+                    self.error = self.error or answer.error
+                if answer.found is Found.STORED and not why:
+                    self.brought[item.name] = item.nbytes
             return again
-        finally:
-            parts.promotions.came(names)
 
     def _note_errors(self, outcomes: Sequence[Outcome]) -> None:
         """Why some of these did not come up, unless an earlier reason is known."""
@@ -189,19 +182,6 @@ class StackBringing(Bringing):
         for outcome in outcomes:
             if outcome.found is Found.FAILED and isinstance(outcome.error, StorageError):
                 self.error = self.error or outcome.error
-
-    async def _store(
-        self, items: Sequence[Item], slots: Sequence[memoryview], sources: Sequence[StoreLevel], born: int
-    ) -> None:
-        copies = await self._parts.copy(items, sources, slots, self.level, born)
-        for source, (item, answer, why) in zip(sources, copies, strict=True):
-            if answer.found in (Found.STORED, Found.EXISTS) and not why:
-                self._keep(item.name, self.level)
-            elif isinstance(answer.error, StorageError):
-                self.error = self.error or answer.error
-            if answer.found is Found.STORED and not why:
-                self.brought[item.name] = item.nbytes
-                self._parts.promotions.stored(item, source, self.level, "prefetched")
 
 
 class StackPrefetcher(Prefetcher):
@@ -238,7 +218,7 @@ class StackPrefetcher(Prefetcher):
         objects: list[tuple[str, int, int]] = []
         room = min(newest, one.level.index.free or 0)
         async for name, nbytes in in_turns(below[0].index.hottest_first()):
-            if selection.fits(name) and self.place(one.level, name) is None:
+            if selection.fits(name) and self.parts.first_with(name, one.level.number + 1) is None:
                 if nbytes > room:
                     break
                 room -= nbytes
@@ -255,7 +235,7 @@ class StackPrefetcher(Prefetcher):
         finally:  # also if the client has gone
             one.stop()
             self.warming_bytes -= left
-        there = [name for name in one.brought if self.place(one.level, name) is not None]  # it may have left again
+        there = list(itertools.compress(one.brought, one.there(list(one.brought))))  # some may have left again
         return Warmed(to, len(there), sum(one.brought[name] for name in there))
 
     async def close(self) -> None:
@@ -273,8 +253,6 @@ class StackPrefetcher(Prefetcher):
 
     def let_go(self, name: str, kept: Kept, use: Use) -> None:
         del self.kept[name]
-        for one in kept.by:
-            one.kept.discard(name)
         self.kept_bytes[kept.level] -= kept.nbytes
         kept.level.index.release(name, use, AWAITED)
 
@@ -283,18 +261,6 @@ class StackPrefetcher(Prefetcher):
         async for name, kept in in_turns(list(self.kept.items())):
             if self.kept.get(name) is kept and kept.level.has([name]) != [True]:
                 self.let_go(name, kept, use)
-
-    def place(self, level: StoreLevel, name: str) -> StoreLevel | None:
-        """The first level down to this one that has an object."""
-        upto = self.parts.levels[: level.number + 1]
-        return next((one for one in upto if not one.out and one.has([name]) == [True]), None)
-
-
-def _take_off(awaited: Counter[str], names: Sequence[str]) -> None:
-    for name in names:
-        awaited[name] -= 1
-        if awaited[name] <= 0:
-            del awaited[name]
 
 
 def _damaged(name: str, slot: memoryview) -> bool:

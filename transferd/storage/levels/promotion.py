@@ -6,10 +6,9 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +16,11 @@ import numpy.typing as npt
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError
 from transferd.runtime.aio import Background
-from transferd.storage.base import Found, Item
+from transferd.storage.base import Found, Item, Outcome
 from transferd.storage.levels.copying import Copying
 from transferd.storage.levels.level import Names, StoreLevel
 from transferd.storage.levels.write_back import Carry
+from transferd.storage.running import RunningCalls
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 Buffer = npt.NDArray[np.uint8]
@@ -78,31 +78,28 @@ class Buffers:
 
 
 class Promotions:
-    """All promotions of a stack. Used on one loop; only `Buffers` is used in threads."""
+    """All copies up of a stack: promotions and prefetches. Used on one loop; only `Buffers` is used in threads."""
 
     def __init__(self, copying: Copying) -> None:
         self.buffers = Buffers(copying.levels[:-1])
+        self.running = Background(awaited=False)
+        self.coming = RunningCalls()  # that bring objects up
+        self.awaited: Counter[str] = Counter()  # names that prefetches have yet to bring: the next load does it
         self._copying = copying
         self._uses = Names(FEWEST)
-        self.running = Background(awaited=False)
-        self._coming: set[str] = set()  # names that are being stored above
         self._sources: OrderedDict[str, tuple[StoreLevel, StoreLevel]] = OrderedDict()  # from where, and to where
         self._repairs = Names(FEWEST)  # names whose copy above was damaged
-        self.awaited: Counter[str] = Counter()  # names that prefetches have yet to bring: the next load does it
 
     def above(self, level: StoreLevel) -> StoreLevel | None:
         """The level to which blocks of this one are copied: the next one above that works and can take them."""
-        for one in reversed(self._copying.levels[: level.number]):
-            if one.known and not one.out_for_stores:
-                return one
-        return None
+        above = reversed(self._copying.levels[: level.number])
+        return next((one for one in above if one.known and not one.out_for_stores), None)
 
     def wanted(self, level: StoreLevel, name: str) -> bool:
         """Note a use of a block that is in this level. Returns whether to copy the block up."""
-        asked = name in self._repairs or name in self.awaited
-        if not level.promote and not asked:
-            return False
-        return self._uses.count(name) >= level.promote or asked
+        if name in self._repairs or name in self.awaited:
+            return True
+        return bool(level.promote) and self._uses.count(name) >= level.promote
 
     def remember(self, objects: int | None) -> None:
         """objects: how many the level above has."""
@@ -110,48 +107,41 @@ class Promotions:
 
     def begin(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer], born: int) -> None:
         """Store these above. Owns the buffers. born: the number of the latest purge when their load began."""
-        target, forbids = self.above(source), self._copying.fences.forbids
-        fresh = [
-            (item, buffer.data)
-            for item, buffer in zip(items, buffers, strict=True)
-            if item.name not in self._coming and not forbids(item.name, born, source)
-        ]
-        if target is None or not fresh:
-            self.buffers.give_back(buffers)
-            return
-        self._coming.update(item.name for item, _ in fresh)
-        self.running.begin(self._store(source, target, fresh, buffers, born))
+        self.running.begin(self._promote(source, items, buffers, born))
 
-    async def _store(
-        self,
-        source: StoreLevel,
-        target: StoreLevel,
-        fresh: Sequence[tuple[Item, memoryview]],
-        buffers: Sequence[Buffer],
-        born: int,
-    ) -> None:
-        above, slots = [item for item, _ in fresh], [slot for _, slot in fresh]
+    async def _promote(self, source: StoreLevel, items: Sequence[Item], buffers: Sequence[Buffer], born: int) -> None:
+        fresh = [i for i, item in enumerate(items) if not self.coming.has(item.name)]
+        above, slots = [items[i] for i in fresh], [buffers[i].data for i in fresh]
         try:
-            with contextlib.suppress(StorageError):  # a later use promotes them
-                copies = await self._copying.copy(above, [source] * len(above), slots, target, born)
-                for item, outcome, why in copies:
-                    if outcome.found is Found.STORED and not why:
-                        self.stored(item, source, target, "promoted")
+            if (target := self.above(source)) is not None:
+                await self.bring(above, [source] * len(above), slots, target, born, "promoted")
+        except StorageError:
+            pass  # a later use promotes them
         finally:
-            self.came(item.name for item in above)
             self.buffers.give_back(buffers)
 
-    def stored(self, item: Item, source: StoreLevel, target: StoreLevel, how: str) -> None:
-        """Note that `target` has stored its copy of an object, made from that in `source`. how: for the statistics."""
-        assert item.use is not None
-        target.index.release(item.name, item.use)
-        target.counts[how] += 1
-        target.stored(item.name)
-        self._repairs.discard(item.name)
-        self._sources[item.name] = source, target
-        self._sources.move_to_end(item.name)
-        if len(self._sources) > RECENT:
-            self._sources.popitem(last=False)
+    async def bring(
+        self,
+        items: Sequence[Item],
+        sources: Sequence[StoreLevel],
+        slots: Sequence[memoryview],
+        target: StoreLevel,
+        born: int,
+        how: str,
+    ) -> list[tuple[Item, Outcome, str]]:
+        """Copy objects to a level above (`Copying.copy`). how: for the statistics. Raises StorageError."""
+        with self.coming.of([item.name for item in items]):
+            copies = await self._copying.copy(items, sources, slots, target, born)
+        for source, (item, outcome, why) in zip(sources, copies, strict=True):
+            if outcome.found is Found.STORED and not why:
+                target.counts[how] += 1
+                target.stored(item.name)
+                self._repairs.discard(item.name)
+                self._sources[item.name] = source, target
+                self._sources.move_to_end(item.name)
+                if len(self._sources) > RECENT:
+                    self._sources.popitem(last=False)
+        return copies
 
     def damaged(self, name: str, level: StoreLevel) -> StoreLevel | None:
         """Note that this level's copy is damaged. Returns the level that has a copy of that copy, if there is one.
@@ -161,15 +151,3 @@ class Promotions:
         self._repairs.add(name)
         source, target = self._sources.pop(name, (None, None))
         return target if source is level else None
-
-    def comes(self, name: str) -> bool:
-        """Whether this block is being copied up."""
-        return name in self._coming
-
-    def mark(self, names: Iterable[str]) -> None:
-        """Note that these begin to come up by other means. None may be coming already (`comes`). Then call `came`."""
-        self._coming.update(names)
-
-    def came(self, names: Iterable[str]) -> None:
-        """Note that these have come, or not."""
-        self._coming.difference_update(names)

@@ -16,7 +16,6 @@ from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.levels.base import Proof
 from transferd.storage.levels.level import TIMES, StoreLevel
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.levels.storing import Storing
 from transferd.storage.levels.write_back import WriteBack
 from transferd.storage.lru import Use
 
@@ -31,14 +30,13 @@ Answer = Proof | StorageError
 class Proving:
     """See the module. Used on one loop."""
 
-    def __init__(self, parts: StackParts, storing: Storing) -> None:
+    def __init__(self, parts: StackParts) -> None:
         self._parts = parts
-        self._storing = storing
 
     async def prove(self, objects: Sequence[Object], use: Use, since: float) -> list[Answer]:
         """See `Levels.prove`."""
         answers: dict[str, Answer] = {}
-        for number in sorted(self._storing.urgent(use)):
+        for number in sorted(self._parts.urgent(use)):
             todo = [one for one in objects if not isinstance(answers.get(one[0]), StorageError)]
             answers |= await self.prove_in(self._parts.levels[number], todo, use, since)
         return [answers[name] for name, _, _ in objects]
@@ -77,7 +75,7 @@ class Proving:
                 answers |= dict.fromkeys((name for name, _, _ in todo), out)
             elif todo:
                 coming = await self._coming(back, todo, use, since, answers)
-                await self._ended(back, coming, since, answers)
+                await self._ended(back, [name for name, _, _ in todo if name in coming], since, answers)
         lost = StorageError(f"the level {level.name} has lost it again")
         return dict.fromkeys((name for name, _, _ in objects), lost) | answers
 
@@ -85,8 +83,8 @@ class Proving:
         self, back: WriteBack, todo: Sequence[Object], use: Use, since: float, answers: dict[str, Answer]
     ) -> set[str]:
         """Ask for what is not proven, and queue copies of what is missing. Returns what is copied; fills answers."""
-        level = back.level
-        coming = {name for name, _, _ in todo if self._waits(level, name)}
+        level, unsaved = back.level, self._parts.unsaved
+        coming = {name for name, _, _ in todo if level.number in unsaved.get(name, {})}
         asked = [one for one in todo if one[0] not in coming and not self._said(level, one[0], since, answers)]
         try:
             said = await self.ask(level, [name for name, _, _ in asked]) if asked else []
@@ -100,11 +98,11 @@ class Proving:
                 answers[one[0]] = answer
         return coming
 
-    async def _ended(self, back: WriteBack, names: set[str], since: float, answers: dict[str, Answer]) -> None:
-        """Wait for the ends of copies, as long as the level answers some. Fills answers."""
-        level, unsaved = back.level, self._parts.unsaved
-        ends = {name: back.end_of(unsaved[name]) for name in names if self._waits(level, name)}
-        ends = {name: asyncio.shield(end) for name, end in ends.items()}  # others wait for them too
+    async def _ended(self, back: WriteBack, names: Sequence[str], since: float, answers: dict[str, Answer]) -> None:
+        """Wait for the ends of copies, the root's first, as long as the level answers some. Fills answers."""
+        level = back.level
+        # Others wait for them too.
+        ends = {name: asyncio.shield(end) for name in names if (end := back.end_of(name)) is not None}
         waiting = set(ends.values())
         while waiting:
             before = back.answered
@@ -129,14 +127,10 @@ class Proving:
         answers[name] = Proof(level.name, hint.at)
         return True
 
-    def _waits(self, level: StoreLevel, name: str) -> bool:
-        one = self._parts.unsaved.get(name)
-        return one is not None and level.number in one.waiting
-
     async def _queue(self, back: WriteBack, one: Object, use: Use) -> StorageError | None:
         """Queue a copy. Returns why that cannot be."""
         level, (name, nbytes, depth) = back.level, one
-        source = self._parts.source(level, name)
+        source = self._parts.first_with(name, level.number)
         if source is None:
             return StorageError(f"{name} has left the levels above {level.name} before it could be copied there")
         if why := level.out_for_stores:
@@ -144,7 +138,7 @@ class Proving:
         if not await back.room(nbytes, min(ROOM_S, max(0.0, use.until - self._parts.now()))):
             return back.refusal or StorageFull(f"no more copies may wait for the level {level.name}")
         try:
-            self._storing.save(source, name, use, depth, room=[back], lacking=[back], check=False)
+            back.offer(name, use, depth, source, has_room=True)
         finally:
             back.came(nbytes)
         return None

@@ -47,10 +47,9 @@ from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.prefetch import StackPrefetcher
 from transferd.storage.levels.proving import Proving
-from transferd.storage.levels.storing import StackStore, Storing
+from transferd.storage.levels.storing import StackStore
 from transferd.storage.levels.sweep import Sweep
 from transferd.storage.levels.whole_slots import WholeSlots
-from transferd.storage.levels.write_back import WriteBack
 from transferd.storage.lru import Use
 from transferd.storage.queues import Noted
 from transferd.storage.selection import Selection
@@ -87,14 +86,11 @@ class LevelsStorage(Storage, Index, Levels):
         self.chunk_bytes = max(level.storage.chunk_bytes for level in self.all_levels)
         self.shared = any(level.shared for level in self.all_levels)
         first = self.all_levels[0]
-        self._storing = Storing(parts)
-        self._sweep = Sweep(parts, self._storing)
-        self._storing.given_up = self._sweep.ended
-        self._proving = Proving(parts, self._storing)
-        self.write_backs += [WriteBack(level, parts, self._storing.settled) for level in self.all_levels[1:]]
+        self._sweep = Sweep(parts)
+        self._proving = Proving(parts)
         self._first = first
         self._prefetcher = StackPrefetcher(parts, self.quarantine_at)
-        self._leaving = Leaving(parts, self._storing, self._prefetcher, self._proving, self._sweep)
+        self._leaving = Leaving(parts, self._prefetcher, self._proving, self._sweep)
         self._touches: list[Item] = []
         self._touching = Paced(self._touch_below, TOUCH_S)
         self._hits = self._misses = 0  # objects of loads
@@ -143,7 +139,7 @@ class LevelsStorage(Storage, Index, Levels):
         for level in self.all_levels:
             level.storage.reconfigure(storage)
             level.configure(storage.level.get(level.name, LevelSection()))
-        self._storing.configured()
+        self._parts.configured()
 
     @functools.cached_property
     def keeper(self) -> LevelsKeeper:
@@ -241,8 +237,7 @@ class LevelsStorage(Storage, Index, Levels):
 
     def touch(self, items: Sequence[Item]) -> None:
         for level in self.all_levels:
-            if level.known:
-                level.index.touch(items)
+            level.index.touch(items)
 
     def _used(self, items: Sequence[Item]) -> None:
         """Note that these were loaded from a level: they also count as used in the levels below it."""
@@ -255,8 +250,9 @@ class LevelsStorage(Storage, Index, Levels):
             self._prefetcher.used(items)
         if self.unsaved:
             for item in items:
-                if (one := self.unsaved.get(item.name)) is not None and item.use is not None:
-                    one.use, one.depth = item.use, item.depth
+                for one in self.unsaved.get(item.name, {}).values():
+                    if item.use is not None:
+                        one.use, one.depth = item.use, item.depth
 
     async def _touch_below(self) -> None:
         self._touch_now()
@@ -264,7 +260,7 @@ class LevelsStorage(Storage, Index, Levels):
     def _touch_now(self) -> None:
         items, self._touches = self._touches, []
         for level in self.all_levels[1:]:
-            if level.known and not level.out:
+            if not level.out:
                 level.index.touch(items)
         self._sweep.used(items)
 
@@ -328,12 +324,13 @@ class LevelsStorage(Storage, Index, Levels):
             here = itertools.compress(enumerate(names, use.start), there)
             used = [Item(name, 0, use, depth) for depth, name in here]
             for item in used:
-                self._storing.save(level, item.name, use, item.depth)
+                for back in self.write_backs[level.number :]:
+                    back.offer(item.name, use, item.depth, level)
             self._used(used)
         return there
 
     def owes(self, use: Use) -> bool:
-        return bool(self._storing.urgent(use))
+        return bool(self._parts.urgent(use))
 
     async def prove(
         self, objects: Sequence[tuple[str, int, int]], use: Use, since: float
@@ -341,10 +338,12 @@ class LevelsStorage(Storage, Index, Levels):
         return await self._proving.prove(objects, use, since)
 
     def slots_for(self, names: Sequence[str]) -> int:
+        return 0 if self._in_memory(names) else self.slots_at_once or 0
+
+    def _in_memory(self, names: Sequence[str]) -> bool:
+        """Whether the first level has all of these, in memory."""
         first = self._first
-        if first.storage.slots_at_once == 0 and not first.out and all(first.index.find(names, None) or [False]):
-            return 0
-        return self.slots_at_once or 0
+        return first.in_memory and not first.out and all(first.index.find(names, None) or ())
 
     def place_of(self, name: str) -> StoreDirectory | None:
         """Also if a faster level has the object: who reads the file takes only what the page cache has."""
@@ -364,20 +363,18 @@ class LevelsStorage(Storage, Index, Levels):
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
         items = as_chain(items)
-        first, load = self._first, StackLoad(self._parts, items, drain, slots)
-        if first.storage.slots_at_once == 0 and first.known and not first.out:
-            there = first.index.find([item.name for item in items], None)
-            if there is not None and all(there):
-                answer = first.storage.load(items, drain, slots)
-                if isinstance(answer, asyncio.Future) and answer.done():
-                    if all(outcome is FOUND for outcome in answer.result()):
-                        if items and items[0].counted:
-                            self._hits += len(items)
-                        self._used(items)
-                        return answer
-                    load.sort(first, range(len(items)), answer.result())
-                elif isinstance(answer, Coroutine):
-                    answer.close()  # it has not begun
+        load = StackLoad(self._parts, items, drain, slots)
+        if self._in_memory([item.name for item in items]):
+            answer = self._first.storage.load(items, drain, slots)
+            if isinstance(answer, asyncio.Future) and answer.done():
+                if all(outcome is FOUND for outcome in answer.result()):
+                    if items and items[0].counted:
+                        self._hits += len(items)
+                    self._used(items)
+                    return answer
+                load.sort(self._first, range(len(items)), answer.result())
+            elif isinstance(answer, Coroutine):
+                answer.close()  # it has not begun
         return self._loaded(items, load)
 
     async def _loaded(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
@@ -400,7 +397,7 @@ class LevelsStorage(Storage, Index, Levels):
         return storing if isinstance(storing, asyncio.Future) else uncancelled(storing)
 
     async def _store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes = await StackStore(self._storing, items, fill, slots).run()
+        outcomes = await StackStore(self._parts, items, fill, slots).run()
         there = (Found.STORED, Found.EXISTS)
         self._used([item for item, outcome in zip(items, outcomes, strict=True) if outcome.found in there])
         return outcomes

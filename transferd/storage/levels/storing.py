@@ -10,7 +10,7 @@ LEFT: the caller stores them again in other slots. Until that call has ended, no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
@@ -19,106 +19,9 @@ from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, w
 from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.levels.write_back import Unsaved, WriteBack
-from transferd.storage.lru import Use
+from transferd.storage.levels.write_back import WriteBack
 
 WAIT_S = 10.0  # how long a store without a deadline waits for room in a lower level
-
-
-class Storing:
-    """All stores of a stack. Used on one loop. given_up: called with a name, the level that lacks it, and why."""
-
-    def __init__(self, parts: StackParts) -> None:
-        self.parts = parts
-        self.given_up: Callable[[str, StoreLevel, str], None] = lambda _name, _level, _why: None
-        self.configured()
-
-    def configured(self) -> None:
-        """Note that the levels have other settings."""
-        levels = self.parts.levels
-        self._through = frozenset(level.number for level in levels[1:] if level.through)
-        self._handed_over = self._through.union([level.number for level in levels[1:] if level.shared][:1])
-
-    def save(
-        self,
-        level: StoreLevel,
-        name: str,
-        use: Use,
-        depth: int,
-        stored: int | None = None,
-        room: Collection[WriteBack] = (),
-        lacking: Sequence[WriteBack] | None = None,
-        check: bool = True,
-    ) -> None:
-        """Queue an object that this level has for the lower levels that lack the object.
-
-        stored: its length, if it has just been stored in this level, and so is held.
-        room: the levels in whose queues its store had room.
-        lacking: those levels, if not those that seem to lack it. check: ask them first, unless it has just been stored.
-        """
-        parts = self.parts
-        if lacking is None:
-            lacking = self._lacking(level, name)
-        one = parts.unsaved.get(name)
-        if not lacking:
-            if stored is not None and (one is None or one.source is not level):
-                level.index.release(name, use)
-            return
-        if one is None:
-            nbytes = stored if stored is not None else level.index.hold(name)
-            if nbytes is None:  # it has just left, or this level cannot hold it
-                return
-            one = Unsaved(name, nbytes, level, use, depth, parts.now(), set(), check and stored is None)
-            parts.unsaved[name] = one
-        elif stored is not None and one.source is not level:
-            level.index.release(name, use)
-        elif stored is not None and one.nbytes != stored:  # a copy of a damaged predecessor is still under way
-            for back in parts.write_backs:
-                back.resized(one, stored)
-            one.nbytes = stored
-        urgent = self.urgent(use)
-        for back in lacking:
-            if back.add(one, urgent=back.level.number in urgent, has_room=back in room):
-                one.waiting.add(back.level.number)
-            else:
-                self.given_up(name, back.level, "queue_full")
-        if not one.waiting:
-            self._forget(one)
-
-    def _lacking(self, level: StoreLevel, name: str) -> list[WriteBack]:
-        """Where below this level an object is to be copied to now. A level that is away gets it when it is back."""
-        lacking = []
-        for back in self.parts.write_backs[level.number :]:
-            if back.level.known and back.level.away:
-                self.given_up(name, back.level, "down")
-            elif self._misses(back.level, name):
-                lacking.append(back)
-        return lacking
-
-    def lacks(self, level: StoreLevel, name: str) -> bool:
-        """Whether an object is to be copied to this level, as far as that is known. No promise may rest on it."""
-        return self._misses(level, name) and not (level.known and level.away)
-
-    def _misses(self, level: StoreLevel, name: str) -> bool:
-        """The same, if a level with an index is not away."""
-        return level.has([name]) == [False] if level.known else level.hint(name) is None and not level.leaving
-
-    def urgent(self, use: Use) -> frozenset[int]:
-        """The levels that a store by this use must reach before its answer."""
-        return self._handed_over if use.shared else self._through
-
-    def settled(self, one: Unsaved, level: StoreLevel, why: str) -> None:
-        """Note that a level has the object, or will not get it, for this reason."""
-        one.waiting.discard(level.number)
-        if why:
-            self.given_up(one.name, level, why)
-        if not one.waiting:
-            self._forget(one)
-
-    def _forget(self, one: Unsaved) -> None:
-        if self.parts.unsaved.get(one.name) is one:
-            del self.parts.unsaved[one.name]
-        one.source.index.release(one.name, one.use)
 
 
 class StackStore:
@@ -128,14 +31,9 @@ class StackStore:
     """
 
     def __init__(
-        self,
-        storing: Storing,
-        items: Sequence[Item],
-        fill: Fill | None,
-        slots: Sequence[memoryview],
+        self, parts: StackParts, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]
     ) -> None:
-        self._storing = storing
-        self._parts = storing.parts
+        self._parts = parts
         self._items = items
         self._fill = fill
         self._slots = slots
@@ -163,13 +61,13 @@ class StackStore:
 
     async def _wait_for_room(self, nbytes: int) -> None:
         """Wait until so many bytes may wait for the levels below the first one that works, with the slots in hand."""
-        parts, now = self._parts, self._parts.now()
+        parts, now, works = self._parts, self._parts.now(), False
         ends = max([item.use.until for item in self._items[:1] if item.use], default=now + 2 * WAIT_S)
         until = min(now + WAIT_S, max(now, (now + ends) / 2))
-        first = next((level.number for level in parts.levels if not level.out_for_stores), len(parts.levels))
-        for back in parts.write_backs[first:]:
+        for above, back in zip(parts.levels, parts.write_backs, strict=False):
+            works = works or not above.out_for_stores
             waits = back.level.section.write_back != "postpone"
-            if await back.room(nbytes, max(0.0, until - parts.now()) if waits else 0.0):
+            if works and await back.room(nbytes, max(0.0, until - parts.now()) if waits else 0.0):
                 self._room.add(back)
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
@@ -252,4 +150,7 @@ class StackStore:
             return
         level.wrote(item.name)
         stored = item.nbytes if answer.found is Found.STORED else None
-        self._storing.save(level, item.name, item.use, item.depth, stored, room)
+        for back in self._parts.write_backs[level.number :]:
+            back.offer(item.name, item.use, item.depth, level, stored, has_room=back in room)
+        if stored is not None:
+            self._parts.let_go(level, item.name, item.use)

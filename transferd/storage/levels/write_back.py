@@ -30,24 +30,25 @@ import ctypes
 import itertools
 import mmap
 import random
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 
 import structlog
 
 from transferd.blocks.layout.base import align
-from transferd.errors import StorageError, StorageFull, StorageUnavailable, TransferError
-from transferd.runtime.aio import resolve
+from transferd.errors import StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.aio import Paced, resolve
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
-from transferd.storage.levels.copying import Copying
+from transferd.storage.levels.copying import CopyDown, Copying
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.lru import Use
+from transferd.storage.queues import EVICTED, STORED
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 log = structlog.get_logger(__name__)
 
 BATCH = 64  # objects of one copy
+MOST = 2**17  # names that are remembered for each level; beyond, the oldest are forgotten
 LEISURE_S = 1.0  # how long a batch waits for a pause in the traffic while the queue has much room
 MUCH = 0.75  # of the queue: more than this is little room
 LEISURE = 0.25  # of the queue: less than this is much room
@@ -85,15 +86,6 @@ class Carry:
     def nbytes(self) -> int:
         return 0 if self._memory is None else self._memory.nbytes
 
-    def fitting(self, sizes: Sequence[int]) -> int:
-        """How many objects of these sizes one copy takes; at least one."""
-        room = max(CARRY_BYTES, self.nbytes)
-        for count, nbytes in enumerate(sizes):
-            room -= align(nbytes, SLOT_ALIGNMENT)
-            if room < 0:
-                return max(1, count)
-        return len(sizes)
-
     def slots(self, sizes: Sequence[int]) -> list[memoryview]:
         """A slot for each object. Call it when those of the last call are not in use any more. Raises StorageError."""
         steps = [align(nbytes, SLOT_ALIGNMENT) for nbytes in sizes]
@@ -103,8 +95,8 @@ class Carry:
             for level in self._levels:
                 level.storage.register(memory)
             self._memory = memory
-        starts = [sum(steps[:i]) for i in range(len(steps))]
-        return [self._memory.view[at : at + nbytes] for at, nbytes in zip(starts, sizes, strict=True)]
+        starts = itertools.accumulate(steps, initial=0)
+        return [self._memory.view[at : at + nbytes] for at, nbytes in zip(starts, sizes, strict=False)]
 
     def close(self) -> None:
         memory, self._memory = self._memory, None
@@ -142,54 +134,33 @@ class Pauses:
         self._pause_s = self._until = 0.0
 
 
-@dataclass(slots=True, eq=False)
-class Unsaved:
-    """An object that some lower levels do not have yet."""
-
-    name: str
-    nbytes: int
-    source: StoreLevel  # the level that holds it
-    use: Use  # the last one
-    depth: int  # in that use
-    since: float  # when the copy was queued
-    waiting: set[int]  # the numbers of those lower levels
-    check: bool = False  # those levels may have it, so look it up first
-    tries: Counter[int] = field(default_factory=Counter)  # refusals of the copy, by level
-    # for each level, a future of its copy, if a task waits for the copy: None, or why it was given up
-    ends: dict[int, asyncio.Future[StorageError | None]] = field(default_factory=dict)
-
-
 class WriteBack:
     """The copies to one level. Used on one loop.
 
-    settled: called with an object, this level, and why it was given up, or "" when it is copied.
+    lacking: objects that the level lacks, of which no copy waits; sweep.py queues them again. sweep: its next run.
     """
 
-    def __init__(
-        self, level: StoreLevel, copying: Copying, settled: Callable[[Unsaved, StoreLevel, str], None]
-    ) -> None:
+    sweep: Paced
+
+    def __init__(self, level: StoreLevel, copying: Copying) -> None:
         self.level = level
         self.pending_bytes = 0
         self.answered = 0  # calls to the level
         self.longest_s = 0.0  # that one took in which it took something
         self.carry = Carry(copying.levels)
+        self.lacking: OrderedDict[str, None] = OrderedDict()
         self._copying = copying
         self._now = copying.now
-        self._settled = settled
-        self._queue: OrderedDict[str, Unsaved] = OrderedDict()
-        self._urgent: OrderedDict[str, Unsaved] = OrderedDict()
-        self._running: dict[str, Unsaved] = {}
+        self._queue: OrderedDict[str, CopyDown] = OrderedDict()
+        self._urgent: OrderedDict[str, CopyDown] = OrderedDict()
+        self._running: dict[str, CopyDown] = {}
         self._coming = 0  # bytes of stores that have room and run now
         self._changed: asyncio.Future[None] | None = None  # what waits for a change of any of these waits for it
         self._task: asyncio.Task[None] | None = None
         self.refusal: StorageError | None = None  # why the level took no copy just now
-        self._refused: list[tuple[Unsaved, StorageError]] = []  # of the copy that runs
         self._pace = Pauses(self._now)
-        self._closing = False
+        self.closing = False
         self._hurried = 0  # flushes that run
-
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._urgent) + len(self._running)
 
     @property
     def _most(self) -> int:
@@ -200,7 +171,7 @@ class WriteBack:
     @property
     def has_leisure(self) -> bool:
         """Whether little waits, so that copies may be added that nobody waits for."""
-        return not self._closing and self.pending_bytes + self._coming <= LEISURE * self._most
+        return not self.closing and self.pending_bytes + self._coming <= LEISURE * self._most
 
     # --- room ---------------------------------------------------------------------------------------
 
@@ -210,7 +181,7 @@ class WriteBack:
         If so, call `came` when their store has ended. A store that is alone always has room: the first level bounds it.
         """
         if not self.fits(nbytes):
-            await self._until(lambda: self.fits(nbytes) or self.refusal is not None or self._closing, within_s)
+            await self._until(lambda: self.fits(nbytes) or self.refusal is not None or self.closing, within_s)
             if not self.fits(nbytes):
                 return False
         self._coming += nbytes
@@ -228,39 +199,97 @@ class WriteBack:
 
     # --- the queue ----------------------------------------------------------------------------------
 
-    def add(self, one: Unsaved, *, urgent: bool = False, has_room: bool = False) -> bool:
-        """Queue a copy. Returns False if there is no room. has_room: its store has waited for `room`."""
-        if one.name in self._queue or one.name in self._urgent or one.name in self._running:
-            if urgent and one.name in self._queue:
-                self._urgent[one.name] = self._queue.pop(one.name)
-            return True
-        fits = has_room or not self.pending_bytes or self.pending_bytes + one.nbytes <= self._most
-        if self._closing or not fits:
+    def offer(
+        self,
+        name: str,
+        use: Use,
+        depth: int,
+        source: StoreLevel | None = None,
+        stored: int | None = None,
+        *,
+        has_room: bool = False,
+    ) -> None:
+        """Queue a copy of an object, unless one waits or runs, or the level seems to have the object.
+
+        A level that is away gets it when it is back.
+        source: the level above that has it, if that is known. stored: its length, if it has just been stored there.
+        has_room: that store has waited for `room`.
+        """
+        copying, number = self._copying, self.level.number
+        urgent = number in copying.urgent(use)
+        if (one := copying.unsaved.get(name, {}).get(number)) is not None:
+            if stored is not None and one.source is source:  # else perhaps the length of a damaged predecessor
+                self.pending_bytes += stored - one.nbytes
+                one.nbytes = stored
+            if urgent:
+                self._hurry(name)
+            return
+        if self.level.seems_to_have(name):
+            return
+        if self.level.away:
+            self.remember(name)
+            return
+        if (source := source or copying.first_with(name, number)) is None:
+            return
+        nbytes = source.index.hold(name)  # also what was stored: the end of an older copy may have let it go
+        if nbytes is None and (nbytes := stored) is None:  # it has just left, or that level cannot hold it
+            return
+        fits = has_room or not self.pending_bytes or self.pending_bytes + nbytes <= self._most
+        if self.closing or not fits:
             self.level.lost["queue_full"] += 1
-            return False
-        (self._urgent if urgent else self._queue)[one.name] = one
-        self.pending_bytes += one.nbytes
+            self.remember(name)
+            copying.let_go(source, name, use)
+            return
+        check = stored is None and not self.level.absent(name)
+        one = CopyDown(name, nbytes, source, use, depth, self._now(), check)
+        copying.unsaved.setdefault(name, {})[number] = one
+        (self._urgent if urgent else self._queue)[name] = one
+        self.pending_bytes += nbytes
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
-        return True
 
-    def resized(self, one: Unsaved, nbytes: int) -> None:
-        """Note that an object has another length now, which the caller sets next."""
-        if one.name in self._queue or one.name in self._urgent or one.name in self._running:
-            self.pending_bytes += nbytes - one.nbytes
+    def noted(self, name: str, what: str, _: Hashable) -> None:
+        """An object has come to, or left, the level, which knows its objects."""
+        if what in (STORED, EVICTED) or self._copying.first_with(name, self.level.number) is None:
+            return
+        purging = self._copying.fences.purging(name)  # perhaps of the copies above, too
+        if self.has_leisure and not self.level.out_for_stores and not purging:
+            self.offer(name, Use(), 0)
+        else:
+            self.remember(name)
 
-    def withdraw(self, why: str, fits: Callable[[str], bool] = lambda _name: True) -> None:
-        """Give up copies of objects that fit, if they wait and are not running."""
+    def remember(self, name: str) -> None:
+        """Note that the level lacks an object, and that no copy waits."""
+        self.lacking[name] = None
+        if len(self.lacking) > MOST:
+            self.lacking.popitem(last=False)
+        self.sweep.soon()
+
+    def withdraw(
+        self, why: str, fits: Callable[[CopyDown], bool] = lambda _one: True, error: StorageError | None = None
+    ) -> None:
+        """Give up copies that fit, if they wait and are not running."""
         for queue in (self._queue, self._urgent):
-            for name in list(filter(fits, queue)):
-                self._end(queue.pop(name), why, None)
+            for one in list(filter(fits, queue.values())):
+                del queue[one.name]
+                self._end(one, why, error)
+        self._wake()
 
-    def end_of(self, one: Unsaved) -> asyncio.Future[StorageError | None]:
-        """The end of this copy, which becomes urgent: None, or why it was given up, or has to wait."""
-        end = one.ends.get(self.level.number)
-        if end is None:
-            end = one.ends[self.level.number] = asyncio.get_running_loop().create_future()
-        self.add(one, urgent=True)
+    def _hurry(self, name: str) -> None:
+        if name in self._queue:
+            self._urgent[name] = self._queue.pop(name)
+
+    def end_of(self, name: str) -> asyncio.Future[StorageError | None] | None:
+        """The end of the copy of an object, which becomes urgent: None, or why it was given up, or has to wait.
+
+        Returns None if no copy waits or runs. Others wait for the end, too: do not cancel it.
+        """
+        if (one := self._copying.unsaved.get(name, {}).get(self.level.number)) is None:
+            return None
+        if one.end is None or one.end.done():
+            one.end = asyncio.get_running_loop().create_future()
+        self._hurry(name)
+        end = one.end
         if (error := self.takes_nothing) is not None and self._pace.left_s:
             self._answer(one, error)
         return end
@@ -277,9 +306,9 @@ class WriteBack:
 
     async def emptied(self) -> bool:
         """Wait until nothing waits to be copied. Returns False if the level takes nothing now, or this closes."""
-        while self._task is not None and not (self.refusal or self.level.out or self._closing):
+        while self._task is not None and not (self.refusal or self.level.out or self.closing):
             await self._change(RETRY_S)
-        return self._task is None and not self._closing
+        return self._task is None and not self.closing
 
     def copies(self, name: str) -> bool:
         """Whether a copy of this object runs now."""
@@ -308,15 +337,10 @@ class WriteBack:
 
     async def close(self) -> None:
         """Give up waiting copies. Returns when no copy runs."""
-        self._closing = True
-        left = [*self._queue.values(), *self._urgent.values()]
-        self._queue.clear()
-        self._urgent.clear()
-        for one in left:
-            self._end(one, "close", None)
-        if left:
-            log.warning("objects were not copied to a level", level=self.level.name, objects=len(left), reason="close")
-        self._wake()
+        self.closing = True
+        if left := len(self._queue) + len(self._urgent):
+            log.warning("objects were not copied to a level", level=self.level.name, objects=left, reason="close")
+        self.withdraw("close")
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -326,29 +350,31 @@ class WriteBack:
         try:
             while self._queue or self._urgent:
                 if self.refusal is not None or self.level.out:
-                    if self._closing:
+                    if self.closing:
                         return
                     self._expire()
                     seconds = max(self._pace.left_s, RETRY_S if self.level.out else 0.0)
-                    await self._until(lambda: self._closing, seconds)
-                if not (self._closing or self._hurried or self._urgent):
+                    await self._until(lambda: self.closing, seconds)
+                if not (self.closing or self._hurried or self._urgent):
                     await self._copying.traffic.quiet(
                         LEISURE_S if self.pending_bytes < MUCH * self._most else GIVE_WAY_S
                     )
                 batch = self._next()
                 if batch:
                     await self._copy_batch(batch)
-        except TransferError as error:
-            log.error("write-back ended (bug)", level=self.level.name, problem=str(error))
-            raise
         finally:
             self._task = None
             self._wake()
 
-    def _next(self) -> list[Unsaved]:
-        queue = self._urgent or self._queue
-        first = list(itertools.islice(queue.values(), self._pace.most))
-        batch = first[: self.carry.fitting([one.nbytes for one in first])]
+    def _next(self) -> list[CopyDown]:
+        """The next copies that wait, as many as one call takes, of one source."""
+        queue, batch = self._urgent or self._queue, list[CopyDown]()
+        room = max(CARRY_BYTES, self.carry.nbytes)
+        for one in itertools.islice(queue.values(), self._pace.most):
+            room -= align(one.nbytes, SLOT_ALIGNMENT)
+            if batch and (room < 0 or one.source is not batch[0].source):
+                break
+            batch.append(one)
         for one in batch:
             del queue[one.name]
             self._running[one.name] = one
@@ -358,23 +384,19 @@ class WriteBack:
         """Give up copies that have waited too long for a level that does not answer, or refuses."""
         oldest = self._now() - self.level.section.write_back_max_age
         error = self.refusal or StorageUnavailable(f"the level {self.level.name} does not answer")
-        for queue in (self._queue, self._urgent):
-            for one in [one for one in queue.values() if one.since < oldest]:
-                del queue[one.name]
-                self._end(one, _why_lost(error), error)
+        self.withdraw(_why_lost(error), lambda one: one.since < oldest, error)
 
-    async def _copy_batch(self, batch: list[Unsaved]) -> None:
-        self._refused.clear()
+    async def _copy_batch(self, batch: list[CopyDown]) -> None:
         before, began = self.level.counts["copied"], self._now()
         try:
-            await self._copy(batch)
+            refused = await self._copy(batch)
         except StorageError as error:
-            self._refused += [(one, error) for one in reversed(batch) if one.name in self._running]
+            refused = [(one, error) for one in reversed(batch) if one.name in self._running]
         finally:
             self.answered += 1
         if took := self.level.counts["copied"] - before:
             self.longest_s = max(self.longest_s, self._now() - began)
-        waits = [(one, error) for one, error in self._refused if self._waits(one, error)]
+        waits = [(one, error) for one, error in refused if self._waits(one, error)]
         for one, _ in waits:
             del self._running[one.name]
             self._queue[one.name] = one
@@ -396,89 +418,78 @@ class WriteBack:
                 self._answer(one, error)
         self._wake()
 
-    def _waits(self, one: Unsaved, error: StorageError) -> bool:
+    def _waits(self, one: CopyDown, error: StorageError) -> bool:
         """The level has refused an object: tell the task that waits for it. Returns False if the copy has ended."""
-        number = self.level.number
-        one.tries[number] += error.refusal == "passing"
-        if error.refusal == "object":
-            self._end(one, _why_lost(error), error)
-        elif self._closing:
-            self._end(one, "close", error)
-        elif self._now() - one.since > self.level.section.write_back_max_age:
-            self._end(one, _why_lost(error), error)
-        else:
-            if error.refusal != "passing" or one.tries[number] >= TRIES:
-                self._answer(one, error)
-            return True
-        return False
+        one.tries += error.refusal == "passing"
+        lasts = self._now() - one.since > self.level.section.write_back_max_age
+        if error.refusal == "object" or self.closing or lasts:
+            self._end(one, "close" if self.closing and error.refusal != "object" else _why_lost(error), error)
+            return False
+        if error.refusal != "passing" or one.tries >= TRIES:
+            self._answer(one, error)
+        return True
 
-    async def _copy(self, batch: list[Unsaved]) -> None:
-        """Read the objects above, and write them here. Raises StorageError."""
-        born, fences = self._copying.fences.number, self._copying.fences
-        if asking := [one for one in batch if one.check]:
-            asked, names = self._now(), [one.name for one in asking]
+    async def _copy(self, batch: list[CopyDown]) -> list[tuple[CopyDown, StorageError]]:
+        """Read the objects above, and write them here. Returns what the level refuses, the last first.
+
+        Raises StorageError.
+        """
+        born, source = self._copying.fences.number, batch[0].source
+        if names := [one.name for one in batch if one.check]:
+            asked = self._now()
             there = self.level.said(names, await self.level.storage.exists(names), asked)
-            for one in itertools.compress(asking, there):
-                self._end(one, "", None, found=True)
+            for name in itertools.compress(names, there):
+                self._end(self._running[name], "", None, found=True)
             batch = [one for one in batch if one.name in self._running]
         if not batch:
-            return
+            return []
         slots = self.carry.slots([one.nbytes for one in batch])
-        found = await self._read(batch, slots)
-        rest = []
+        items = [Item(one.name, one.nbytes, PEEK) for one in batch]
+        try:
+            found: Sequence[Outcome] = await with_slots_back(source.storage.load(items, None, slots))
+        except StorageError as failed:
+            found = [Outcome(Found.FAILED, failed)] * len(batch)
+        rest, items, own = list[CopyDown](), list[Item](), list[memoryview]()
         for one, slot, outcome in zip(batch, slots, found, strict=True):
-            if outcome.found is not Found.FOUND:
-                self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-            elif why := fences.forbids(one.name, born, one.source):
-                self._end(one, why, None)
+            if outcome.found is Found.FOUND:
+                rest.append(one)
+                items.append(Item(one.name, slot.nbytes, one.use, one.depth))
+                own.append(slot)
             else:
-                rest.append((one, slot))
-        if not rest:
-            return
-        items = [Item(one.name, slot.nbytes, one.use, one.depth) for one, slot in rest]
-        sources, own = [one.source for one, _ in rest], [slot for _, slot in rest]
-        copies = await self._copying.copy(items, sources, own, self.level, born)
-        for (one, _), (item, outcome, why) in zip(reversed(rest), reversed(copies), strict=True):
-            if outcome.found not in (Found.STORED, Found.EXISTS):
-                error = outcome.error if isinstance(outcome.error, StorageError) else StorageError(outcome.found.value)
-                self._refused.append((one, error))
+                self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
+        copies = await self._copying.copy(items, [source] * len(items), own, self.level, born)
+        refused: list[tuple[CopyDown, StorageError]] = []
+        for one, (_, outcome, why) in zip(reversed(rest), reversed(copies), strict=True):
+            if not why and outcome.found not in (Found.STORED, Found.EXISTS):
+                error = outcome.error
+                refused.append((one, error if isinstance(error, StorageError) else StorageError(outcome.found.value)))
                 continue
-            if outcome.found is Found.STORED and not why:  # the level above holds it for those below
-                assert item.use is not None
-                self.level.index.release(one.name, item.use)
             self._end(one, why, None)
+        return refused
 
-    async def _read(self, batch: Sequence[Unsaved], slots: Sequence[memoryview]) -> list[Outcome]:
-        outcomes: dict[str, Outcome] = {}
-        for source in dict.fromkeys([one.source for one in batch]):
-            items = [Item(one.name, one.nbytes, PEEK) for one in batch if one.source is source]
-            its = [slot for one, slot in zip(batch, slots, strict=True) if one.source is source]
-            try:
-                answers: Sequence[Outcome] = await with_slots_back(source.storage.load(items, None, its))
-            except StorageError as error:
-                answers = [Outcome(Found.FAILED, error)] * len(its)
-            outcomes.update(zip([item.name for item in items], answers, strict=True))
-        return [outcomes[one.name] for one in batch]
-
-    def _end(self, one: Unsaved, why: str, error: StorageError | None, *, found: bool = False) -> None:
+    def _end(self, one: CopyDown, why: str, error: StorageError | None, *, found: bool = False) -> None:
         """End a copy that was made (why is ""), or given up. found: the level has said that it has the object."""
         self._running.pop(one.name, None)
         self.pending_bytes -= one.nbytes
+        copies = self._copying.unsaved[one.name]
+        del copies[self.level.number]
+        if not copies:
+            del self._copying.unsaved[one.name]
         if why:
             self.level.lost[why] += 1
             error = error or StorageError(f"{one.name} was not copied to the level {self.level.name}: {why}")
+            self.remember(one.name)
         else:
             self.level.counts["copied"] += 1
             if not found:
                 self.level.wrote(one.name)
-        self._answer(one, error if why else None)
-        self._settled(one, self.level, why)
-        self._wake()
+        self._answer(one, error)
+        self._copying.let_go(one.source, one.name, one.use)
 
-    def _answer(self, one: Unsaved, error: StorageError | None) -> None:
+    def _answer(self, one: CopyDown, error: StorageError | None) -> None:
         """Tell the tasks that wait for a copy: None if it was made."""
-        if (end := one.ends.pop(self.level.number, None)) is not None:
-            resolve(end, error)
+        if one.end is not None:
+            resolve(one.end, error)
 
     async def _until(self, ends: Callable[[], bool], within_s: float) -> None:
         """Wait until this is so, at most for so long."""
