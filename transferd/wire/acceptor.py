@@ -106,25 +106,25 @@ class Acceptor:
 
         Who is left over when the turn ends is ready in the next one, too: nothing of it has been read.
         """
-        watched, turns, until = self._watched, self.turns, self.turns.begin()
-        more = True
+        watched, turns, outbox, until = self._watched, self.turns, self.outbox, self.turns.begin()
+        more = outbox.held = True
         while more:
             ready = [(watched[descriptor], events) for descriptor, events in self._epoll.poll(0, READY_AT_ONCE)]
-            ready.sort(key=lambda one: one[0].spent.at)
+            if len(ready) > 1:
+                ready.sort(key=lambda one: one[0].spent.at)
             more = len(ready) == READY_AT_ONCE
-            self.outbox.hold()
             cost = ready[0][0].spent.at if ready else 0.0
             turns.reached(cost)
             for connection, events in ready:
                 if connection.spent.at > cost + COSTLIER_S:
-                    self.outbox.flush()
-                    self.outbox.hold()
+                    outbox.flush()
                 cost = connection.spent.at
                 connection.ready(events)
                 if now() >= until:
                     more = False
                     break
-            self.outbox.flush()
+            outbox.flush()
+        outbox.held = False
 
     def listen(self, endpoint: str, key: str, door: Door, mode: int, gid: int = -1) -> str:
         """Listen; return the endpoint, with a wildcard filled in. Raises ConfigError naming `key`."""

@@ -44,6 +44,7 @@ HANDSHAKE_S = 5.0  # how long a connection without a complete handshake may hold
 JOINED = 64 * 1024  # bytes: less output than this is copied into one buffer, so that one call sends all
 MOST_PIECES = 64  # buffers per call for more output
 MOST_PONG = 16  # bytes of a PING's context
+OBSERVER_MESSAGE = 64 * 1024  # bytes: an observer's requests are much smaller
 IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -53,14 +54,13 @@ class Door:
 
     socket_type: bytes
     permitted: frozenset[bytes]  # the peers' types
-    limit: int  # the most bytes of a frame
+    limit: int  # the most bytes of a frame; an observer's has OBSERVER_MESSAGE at most
     # called with each frame, and each command that is not about the connection
     received: Callable[[ZmtpConnection, int, bytes | memoryview], None]
     refusal: Callable[[Credentials | None], str] = lambda _: ""  # why a user may not enter, "" if he may
     observes: Callable[[Credentials | None], bool] = lambda _: False  # whether a user who enters here is an observer
     curve: Callable[[], CurveServer] | None = None  # makes the handshake of an endpoint that needs keys
     passes: bool = False  # whether peers of a unix socket may pass descriptors instead of a handshake
-    observer_limit: int = 0  # the most bytes of an observer's frame
     unread: int = MOST_UNREAD  # the most bytes that may wait for one peer; a single message may be larger
 
 
@@ -92,19 +92,14 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._new: list[ZmtpConnection] = []  # connections with output that no call has tried to write
         self._flush: asyncio.Handle | None = None
-        self._held = False
+        self.held = False  # whoever has set it calls `flush` in the same turn
 
     def add(self, connection: ZmtpConnection) -> None:
         self._new.append(connection)
-        if self._flush is None and not self._held:
+        if self._flush is None and not self.held:
             self._flush = self._loop.call_soon(self.flush)
 
-    def hold(self) -> None:
-        """Call no `flush` by itself, until the caller has called it, in the same turn."""
-        self._held = True
-
     def flush(self) -> None:
-        self._held = False
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -201,13 +196,10 @@ class ZmtpConnection:
         """Do what the socket is ready for: write what waits; read once, and handle that."""
         if events & ~IN and self._events & OUT:
             self.flush()
-        if events & ~OUT and self._events & IN:
-            self._readable()
-
-    def _readable(self) -> None:
+        if not events & ~OUT or not self._events & IN:
+            return
         frames = self._frames
-        space = frames.space
-        data = b""
+        space, data = frames.space, b""
         try:
             if not self._greeted and self.door.passes:
                 count = len(data := self._first())
@@ -246,15 +238,12 @@ class ZmtpConnection:
 
     def work(self, most: int) -> None:
         """Handle at most `most` frames, while the turn lasts. If there are more, wait, and read nothing before."""
-        acceptor, handled = self._acceptor, 0
-        until, began = acceptor.turns.until, now()
+        turns = self._acceptor.turns
+        until, began = turns.until, now()
         at, more = began, True
-        while more and not self.closed:
+        for _ in range(most):
             try:
-                if not (self._next() if self.open else self._shake()):
-                    more = False
-                    break
-                handled += 1
+                more = self._next() if self.open else self._shake()
             except ZmtpError as error:
                 self.break_off("protocol_error" if self.open else "handshake_failed", str(error))
             except NotAllowed as refused:
@@ -262,15 +251,23 @@ class ZmtpConnection:
             except MemoryError:
                 self.break_off("out_of_memory", "there is no memory for what arrived")
             at = now()
-            if handled >= most or at >= until:
+            if not more or self.closed or at >= until:
                 break
-        acceptor.turns.took(self, at - began)
-        if not self.closed:
-            self._go_on(more=more)
+        turns.took(self, at - began)
+        if self.closed:
+            return
+        if more:  # other peers' turns come first
+            self._read(False)
+            turns.wait(self)
+        elif wanted := self._frames.wanted:
+            self._receive_large(wanted)
+        elif not self._events & IN:
+            self._read(True)
 
     def _next(self) -> bool:
-        """Handle the next frame. Returns False if it is not complete."""
-        frame = self._frames.next()
+        """Handle the next frame, if it is complete. Returns whether there may be another."""
+        frames = self._frames
+        frame = frames.next()
         if frame is None:
             return False
         flags, body = frame
@@ -290,19 +287,13 @@ class ZmtpConnection:
         finally:
             if large:
                 self._acceptor.room.give_back(self)
-        return True
+        return frames.pending
 
-    def _go_on(self, *, more: bool) -> None:
-        frames = self._frames
-        if more and frames.pending:  # other peers' turns come first
-            self._read(False)
-            self._acceptor.turns.wait(self)
-        elif frames.wanted and frames.wanted > UNBUDGETED and not self._acceptor.room.take(self, frames.wanted):
+    def _receive_large(self, size: int) -> None:
+        if size > UNBUDGETED and not self._acceptor.room.take(self, size):
             self._read(False)  # until `room_found`, so that large messages of all peers stay within the budget
-        elif frames.wanted:
+        else:
             self.room_found()
-        elif not self._events & IN:
-            self._read(True)
 
     def room_found(self) -> None:
         """Receive a large message, now that there is memory for it."""
@@ -323,7 +314,7 @@ class ZmtpConnection:
     # --- the handshake ------------------------------------------------------------------------------
 
     def _shake(self) -> bool:
-        """Take one step of the handshake. Returns False if the next step needs more bytes."""
+        """Take one step of the handshake. Returns whether there may be bytes for another."""
         mechanism, frames = self._mechanism, self._frames
         if not self._greeted:
             self._greeted = frames.greeting(mechanism.name)
@@ -342,7 +333,7 @@ class ZmtpConnection:
         return True
 
     def _opened(self) -> None:
-        limit = self.door.observer_limit if self.observer else self.door.limit
+        limit = min(self.door.limit, OBSERVER_MESSAGE) if self.observer else self.door.limit
         self._frames.limit = limit if self._cipher is None else limit + self._cipher.overhead
         self.open = True
         self._patience.cancel()
@@ -407,10 +398,9 @@ class ZmtpConnection:
     def flush(self) -> None:
         """Write as much as the socket takes. The loop calls again when it takes more."""
         self._new = False
-        out = self._out
         try:
-            while out:
-                self._sent(self._write())
+            while self._out:
+                self._write()
         except (BlockingIOError, InterruptedError):
             self._watch(self._events | OUT)
             return
@@ -423,19 +413,17 @@ class ZmtpConnection:
             self._watch(self._events & ~OUT)
             self._acceptor.drained(self)
 
-    def _write(self) -> int:
+    def _write(self) -> None:
+        """Make one call that writes."""
         out = self._out
-        if len(out) == 1:  # the usual case
-            return self._sock.send(out[0])
-        if self.unread <= JOINED:  # copying so few bytes costs less than a gathering call
+        if len(out) > 1 and self.unread <= JOINED:  # copying so few bytes costs less than a gathering call
             joined = b"".join(out)
             out.clear()
             out.append(joined)
-            return self._sock.send(joined)
-        return self._sock.sendmsg(list(itertools.islice(out, MOST_PIECES)))
-
-    def _sent(self, count: int) -> None:
-        out = self._out
+        if len(out) == 1:
+            count = self._sock.send(out[0])
+        else:
+            count = self._sock.sendmsg(list(itertools.islice(out, MOST_PIECES)))
         self.unread -= count
         self._acceptor.outbox.unread -= count
         while count:

@@ -66,7 +66,6 @@ def number_of(socket: zmq.Socket[bytes], option: int) -> int:
 
 _READABLE = int(zmq.POLLIN)
 ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that a ROUTER speaks with
-OBSERVER_MESSAGE = 64 * 1024  # bytes: an observer's requests are much smaller
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers run again
 
 ServerMessage = Callable[[bytes, bytes | memoryview], None]
@@ -271,7 +270,7 @@ class ZmqServerTransport:
         group = resolve_group("server.socket_group", config.socket_group)
         observer_group = resolve_group("server.observer_group", config.observer_group)
         common = self._door(on_message, allowed and allowed | observing, observing - allowed)
-        watching = replace(self._door(on_message, observing and allowed | observing, None), limit=OBSERVER_MESSAGE)
+        watching = self._door(on_message, observing and allowed | observing, None)
         acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), self._ended)
 
         def listen(key: str, endpoint: str, door: Door, mode: int, gid: int) -> str:
@@ -310,9 +309,7 @@ class ZmqServerTransport:
             return observers is None or (bool(observers) and (who is None or who.uid in observers))
 
         limit = receive_limit(self._config.max_message)
-        receive = one_frame(on_message)
-        most = self.MOST_UNREAD
-        return Door(b"ROUTER", ROUTED, limit, receive, refusal, observes, observer_limit=OBSERVER_MESSAGE, unread=most)
+        return Door(b"ROUTER", ROUTED, limit, one_frame(on_message), refusal, observes, unread=self.MOST_UNREAD)
 
     def _curve(self) -> Callable[[], CurveServer] | None:
         """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""

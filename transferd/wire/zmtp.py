@@ -48,11 +48,12 @@ class Frames:
     """Splits what one peer sends. Holds at most one incomplete frame, and the bytes of one `feed`.
 
     limit: the most bytes of a frame's body.
+    space: where to receive the next bytes of a large frame; None if they go to `feed`.
     wanted: 0, or the size of a frame that needs memory of its own: call `begin` to allocate it; until then `next`
         returns nothing.
     """
 
-    __slots__ = ("_at", "_body", "_data", "_filled", "_flags", "_left", "limit", "wanted")
+    __slots__ = ("_at", "_data", "_flags", "limit", "space", "wanted")
 
     def __init__(self, limit: int = MOST_COMMAND) -> None:
         self.limit = limit
@@ -60,22 +61,17 @@ class Frames:
         self._data = b""
         self._at = 0  # where the next frame begins
         self._flags = 0
-        self._body: memoryview | None = None  # of the frame that is received into memory of its own
-        self._filled = 0
-
-    @property
-    def space(self) -> memoryview | None:
-        """Where to receive the next bytes of a large frame, or None if they go to `feed`."""
-        return None if self._body is None else self._body[self._filled :]
+        self.space: memoryview | None = None
 
     @property
     def pending(self) -> bool:
         """Whether `next` may return a frame."""
-        return self._at < len(self._data) or (self._body is not None and self._filled == len(self._body))
+        return self._at < len(self._data) or (self.space is not None and not self.space)
 
     def filled(self, count: int) -> None:
         """So many bytes were written to `space`."""
-        self._filled += count
+        assert self.space is not None
+        self.space = self.space[count:]
 
     def feed(self, data: bytes) -> None:
         self._data = self._data[self._at :] + data if self._at < len(self._data) else data
@@ -91,8 +87,11 @@ class Frames:
 
     def next(self) -> tuple[int, bytes | memoryview] | None:
         """The next frame, if it is complete: (flags, body). Raises ZmtpError."""
-        if self._body is not None:
-            return self._large()
+        if self.space is not None:
+            if self.space:
+                return None
+            body, self.space = memoryview(self.space.obj), None  # all of it, not only what is left
+            return self._flags & ~LONG, body
         data, at = self._data, self._at
         if len(data) - at < 2:
             return None
@@ -121,16 +120,8 @@ class Frames:
         self._flags = data[at]
         there = data[at + (9 if data[at] & LONG else 2) :]
         body[: len(there)] = there
-        self._body, self._filled, self.wanted = body, len(there), 0
+        self.space, self.wanted = body[len(there) :], 0
         self._data, self._at = b"", 0
-
-    def _large(self) -> tuple[int, memoryview] | None:
-        body = self._body
-        assert body is not None
-        if self._filled < len(body):
-            return None
-        self._body = None
-        return self._flags & ~LONG, body
 
 
 def _check(flags: int, size: int, limit: int) -> None:
