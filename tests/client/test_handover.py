@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.dispatch import limits
 from transferd.blocks.keys import block_keys, partial_tokens
-from transferd.client.handover import Handover, plan_handover, whole
+from transferd.client.handover import Handover, whole
 from transferd.config import load
 from transferd.control.admission import check_task, content_hash
 from transferd.errors import HandoverFailed, RequestError
@@ -18,7 +18,7 @@ LIMITS = limits(host_blocks=0, direct=True)
 
 def planned(blocks: list[int] | None = None, **more: object) -> Handover:
     arguments = {"block_size": 8, "extra_keys": None, "timeout": 3.0} | more
-    return plan_handover("request", "request/attempt", TOKENS, blocks or [4, 5, 6], None, **arguments)  # type: ignore[arg-type]
+    return Handover("request", "request/attempt", TOKENS, blocks or [4, 5, 6], None, **arguments)  # type: ignore[arg-type]
 
 
 def test_both_sides_name_the_same_blocks_the_incomplete_one_by_its_number_of_tokens() -> None:
@@ -54,7 +54,7 @@ def test_extra_keys_change_the_keys_of_the_blocks_they_overlap_the_incomplete_on
 
 def test_no_tokens_are_nothing_to_hand_over() -> None:
     with pytest.raises(RequestError, match="token_ids is empty"):
-        plan_handover("r", "a", [], [], None, block_size=8, extra_keys=None, timeout=1)
+        Handover("r", "a", [], [], None, block_size=8, extra_keys=None, timeout=1)
 
 
 def test_only_all_blocks_are_good() -> None:
@@ -113,6 +113,6 @@ def test_direct_tasks_need_no_storage_tier_and_touch_no_stored_object() -> None:
 
 def test_the_same_blocks_for_another_transfer_are_another_request() -> None:
     one = planned()
-    other = plan_handover("other", "other/attempt", TOKENS, [4, 5, 6], None, block_size=8, extra_keys=None, timeout=3.0)
+    other = Handover("other", "other/attempt", TOKENS, [4, 5, 6], None, block_size=8, extra_keys=None, timeout=3.0)
     assert content_hash(one.out("direct")) != content_hash(other.out("direct"))
     assert content_hash(one.out("direct")) == content_hash(planned().out("direct"))

@@ -105,7 +105,6 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         self._conversation.renewed = lambda: (call := renewed()) and call()
         self._life = "", 0, 0  # boot_id, session and epoch of the newest Welcome
         self._known_end: tuple[str, ErrorInfo | None] = "", None  # of the engine, by another client
-        self._repeated: list[int] = []  # requests that were repeated in the newest session
         self._dropped = False
         self._offers = Offers(self._conversation)
         self._attached = Attachments(self._conversation)
@@ -372,7 +371,10 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         RequestError for bad input. If the `result` of that error is not settled, use the blocks only after
         `settled(error.result.task_id)`. Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, task_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
+        attempt, size = task_id or f"{request_id}/{self._clock.fresh_id()}", self._block_size
+        planned = handover.Handover(
+            request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, size, extra_keys, timeout
+        )
         task = planned.out(self._conversation.session.pd_mode)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -401,7 +403,10 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         the daemon may still write to the blocks: use them only after `settled(error.result.task_id)`, or pass
         `settled` (see `submit`). Cancelling this call cancels the task, as for `submit`.
         """
-        planned = self._plan(request_id, task_id, token_ids, gpu_block_ids, cpu_block_ids, extra_keys, timeout)
+        attempt, size = task_id or f"{request_id}/{self._clock.fresh_id()}", self._block_size
+        planned = handover.Handover(
+            request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, size, extra_keys, timeout
+        )
         task = planned.into(self._conversation.session.pd_mode, peer)
         return handover.whole(await self.submit(task, settled=settled), len(planned.keys))
 
@@ -410,24 +415,13 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """Where other daemons reach this one in direct mode; the decode engine passes it as `peer`. "" otherwise."""
         return self._conversation.session.pd_address
 
-    def _plan(
-        self,
-        request_id: str,
-        task_id: str | None,
-        token_ids: handover.Tokens,
-        gpu_block_ids: Sequence[int],
-        cpu_block_ids: Sequence[int] | None,
-        extra_keys: handover.ExtraKeys | None,
-        timeout: float,
-    ) -> handover.Handover:
+    @property
+    def _block_size(self) -> int:
         session = self._conversation.session
         if not session.block_size:  # no Welcome yet, or the daemon does not have our engine now
             what = f"{self.endpoint}: {session.why or 'no daemon has answered yet'}; wait_ready() first"
             raise TransferError(what, code="not_ready")
-        attempt = task_id or f"{request_id}/{self._clock.fresh_id()}"
-        return handover.plan_handover(
-            request_id, attempt, token_ids, gpu_block_ids, cpu_block_ids, session.block_size, extra_keys, timeout
-        )
+        return session.block_size
 
     async def lease(self, keys: Sequence[str], ttl: float, *, timeout: float = QUESTION_TIMEOUT_S) -> Leased:
         """Like `exists`, and keep the blocks that are there from being evicted for `ttl` seconds, or until `unpin`.
@@ -458,7 +452,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         requests = [(body, CONTROL_TIMEOUT_S) for body in again]
         if life != before and there:
             requests += [(body, QUIET_TIMEOUT_S) for body in self._holds.again()]
-        self._repeated = self._conversation.repeat(requests, self._repeated, anew=life != before)
+        self._conversation.repeat(requests, anew=life != before)
         if there:
             self._attached.renewed()
 

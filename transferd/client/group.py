@@ -335,19 +335,12 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
             if waiting and not taken_back and refused:
                 taken_back, late = True, set(waiting)
                 again = wire.Cancel(task.task_id, anew=True)  # where it waits, it is pushed again under its id
-                await asyncio.gather(
-                    *(
-                        client._ask(again)  # noqa: SLF001 - not `cancel`, which would end an `insist` as well
-                        for client, future in zip(self.clients, pushed, strict=True)
-                        if future in waiting
-                    ),
-                    return_exceptions=True,  # if a node cannot be asked, it is lost and its future ends
-                )
-        nodes = [
-            NodeResult(client.endpoint, ranks, future.result(), future in late)
-            for client, ranks, future in zip(self.clients, self._ranks, pushed, strict=True)
-        ]
-        return merge_nodes(task, nodes, self._clock.monotonic() - began)
+                asked = [client for client, future in zip(self.clients, pushed, strict=True) if future in waiting]
+                # Not `cancel`, which would end an `insist` as well. A node that cannot be asked is lost.
+                cancels = (client._ask(again) for client in asked)  # noqa: SLF001
+                await asyncio.gather(*cancels, return_exceptions=True)
+        results = [future.result() for future in pushed]
+        return self._merged(task, began, results, [future in late for future in pushed])
 
     async def cancel(self, task_id: str) -> bool:
         """Cancel a task on every node. Returns False if no node had such a task. Raises only if no node answers."""
@@ -399,15 +392,17 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         ids, task_id = results[0].block_ids, results[0].task_id
         keys = [str(position) for position in range(len(ids))]
         task = ReadStorageTask(task_id=task_id, keys=keys, gpu_block_ids=ids)
-        return merge_nodes(task, self._nodes(results), self._clock.monotonic() - began)
+        return self._merged(task, began, results)
 
     def _check_connected(self) -> None:
         if not self._ranks:
             raise RequestError("connect the group first; with await_ready=False, call wait_ready", code="not_ready")
 
-    def _nodes(self, results: Sequence[TaskResult]) -> list[NodeResult]:
-        each = zip(self.endpoints, self._ranks, results, strict=True)
-        return [NodeResult(endpoint, ranks, result) for endpoint, ranks, result in each]
+    def _merged(
+        self, task: Task, began: float, results: Sequence[TaskResult], taken_back: Sequence[bool] = ()
+    ) -> TaskResult:
+        each = zip(self.endpoints, self._ranks, results, taken_back or [False] * len(results), strict=True)
+        return merge_nodes(task, [NodeResult(*one) for one in each], self._clock.monotonic() - began)
 
     # --- control ------------------------------------------------------------------------------------
 
@@ -419,7 +414,7 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
         self._check_connected()
         ids, results = list(range(len(body.keys))), [convert(one, TaskResult) for one in each]
         read = ReadStorageTask(task_id=body.task_id, keys=body.keys, gpu_block_ids=ids, prefix=False)
-        return merge_nodes(read, self._nodes(results), self._clock.monotonic() - began)
+        return self._merged(read, began, results)
 
     @property
     def connected(self) -> bool:

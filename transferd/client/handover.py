@@ -16,7 +16,6 @@ Pure: it decides which task a call becomes and whether the result counts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transferd.blocks.keys import block_keys
@@ -40,53 +39,51 @@ if TYPE_CHECKING:
 ExtraKeys = Iterable[tuple[str | bytes, int, int]]
 
 
-@dataclass(frozen=True, slots=True)
 class Handover:
-    """The handover of one sequence, as one of the two engines sees it."""
+    """The handover of one sequence, as one of the two engines sees it. keys: of its blocks."""
 
-    transfer_id: str  # the same on both sides
-    keys: list[str]  # of its blocks
-    fields: dict[str, Any]  # those that the tasks of both sides have
+    def __init__(
+        self,
+        request_id: str,
+        task_id: str,
+        token_ids: Tokens,
+        gpu_block_ids: Sequence[int],
+        cpu_block_ids: Sequence[int] | None,
+        block_size: int,
+        extra_keys: ExtraKeys | None,
+        timeout: float,
+    ) -> None:
+        """Compute the keys.
+
+        request_id: names the transfer, the same on both sides.
+        task_id: new for each call, so that a failed one can be retried at once.
+        cpu_block_ids: host blocks, instead of gpu_block_ids.
+
+        Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens.
+        """
+        self.keys = block_keys(token_ids, block_size, extra_keys, partial=True)
+        if not self.keys:
+            raise RequestError("token_ids is empty: there is nothing to hand over", code="bad_value")
+        self._transfer_id = request_id
+        # Those that the tasks of both sides have.
+        self._fields: dict[str, Any] = {"task_id": task_id, "keys": self.keys, "timeout": timeout}
+        self._fields |= {"token_ids": TokenIds(token_ids), "gpu_block_ids": [int(b) for b in gpu_block_ids]}
+        if cpu_block_ids is not None:
+            self._fields["cpu_block_ids"] = [int(b) for b in cpu_block_ids]
 
     def out(self, mode: str) -> Task:
         """The task that the prefill engine pushes."""
         if mode == "direct":
-            return SendTask(**self.fields, transfer_id=self.transfer_id)
-        return WriteStorageTask(**self.fields, shared=True)
+            return SendTask(**self._fields, transfer_id=self._transfer_id)
+        return WriteStorageTask(**self._fields, shared=True)
 
     def into(self, mode: str, peer: str | None) -> Task:
         """The task that the decode engine pushes. Raises RequestError in direct mode without a peer."""
         if mode != "direct":
-            return ReadStorageTask(**self.fields)
+            return ReadStorageTask(**self._fields)
         if not peer:
             raise RequestError("direct mode needs `peer`: pass the pd_address of the prefill engine's daemon")
-        return ReceiveTask(**self.fields, transfer_id=self.transfer_id, peer=peer)
-
-
-def plan_handover(
-    request_id: str,
-    task_id: str,
-    token_ids: Tokens,
-    gpu_block_ids: Sequence[int],
-    cpu_block_ids: Sequence[int] | None,
-    block_size: int,
-    extra_keys: ExtraKeys | None,
-    timeout: float,
-) -> Handover:
-    """Compute the keys.
-
-    task_id: new for each call, so that a failed one can be retried at once.
-    cpu_block_ids: host blocks, instead of gpu_block_ids.
-
-    Raises RequestError for tokens or extra keys that cannot be hashed, and without tokens.
-    """
-    keys = block_keys(token_ids, block_size, extra_keys, partial=True)
-    if not keys:
-        raise RequestError("token_ids is empty: there is nothing to hand over", code="bad_value")
-    fields: dict[str, Any] = {"task_id": task_id, "keys": keys, "gpu_block_ids": [int(b) for b in gpu_block_ids]}
-    if cpu_block_ids is not None:
-        fields["cpu_block_ids"] = [int(b) for b in cpu_block_ids]
-    return Handover(request_id, keys, fields | {"token_ids": TokenIds(token_ids), "timeout": timeout})
+        return ReceiveTask(**self._fields, transfer_id=self._transfer_id, peer=peer)
 
 
 def whole(result: TaskResult, wanted: int) -> TaskResult:

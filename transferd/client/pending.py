@@ -104,8 +104,6 @@ class Pushes(Asks, Protocol):
 
     def own_loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def new_future(self) -> asyncio.Future[Any]: ...
-
     def cancel_soon(self, task_id: str) -> None: ...
 
 
@@ -147,7 +145,7 @@ class PendingTask(Pending):
 
     def ended(self) -> asyncio.Future[None]:
         """A future of the caller's own that is done once the task has ended."""
-        future = self._conversation.new_future()
+        future = self._conversation.own_loop().create_future()
         if self.result is None:
             self._waiting.append(future)
         else:

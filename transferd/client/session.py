@@ -101,6 +101,7 @@ class Conversation:
         self._seq = 0
         self._pending: dict[int, Pending] = {}  # by seq, in the order of the calls
         self.pushes: dict[str, list[PendingTask]] = {}  # that have not ended, by task_id
+        self._repeated: list[int] = []  # of these, what `repeat` has asked in the newest session
         self._unsent: deque[int] = deque()
         self._beat_timer, self._send_timer = Timer(), Timer()
         self._overdue_at = math.inf
@@ -210,8 +211,6 @@ class Conversation:
         """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child."""
         if not self.is_open:
             return
-        if not self._loop_gone:
-            self.own_loop()
         if self._loop_gone:  # no task can wait on a closed loop, and its futures cannot be touched
             for one in self._pending.values():
                 if isinstance(one, PendingTask) and one.push is not None:
@@ -220,6 +219,7 @@ class Conversation:
             self.pushes.clear()
             self._waiters.clear()
         else:
+            self.own_loop()
             self._leave()
         self._heart.closed()
         self._beat_timer.cancel()
@@ -304,20 +304,17 @@ class Conversation:
             self._send_waiting()
         return seq
 
-    def repeat(
-        self, requests: Iterable[tuple[wire.ControlRequest, float]], before: Iterable[int], *, anew: bool
-    ) -> list[int]:
+    def repeat(self, requests: Iterable[tuple[wire.ControlRequest, float]], *, anew: bool) -> None:
         """Send requests that give a daemon what an earlier one knew, with their time limits. No caller waits for them.
 
-        before: what this returned last.
-        anew: a session has begun since; those requests are dropped, because each new session repeats all pending
+        anew: a session has begun since the last ones; those are dropped, because each new session repeats all pending
             requests, so they would pile up for as long as answers are lost.
         """
-        still = [seq for seq in before if seq in self._pending]
+        still = [seq for seq in self._repeated if seq in self._pending]
         for seq in still if anew else ():
             del self._pending[seq]
         sent = [self.ask(Pending(body, self.new_future(), self.now + limit, self.complain)) for body, limit in requests]
-        return sent if anew else [*still, *sent]
+        self._repeated = sent if anew else [*still, *sent]
 
     def complain(self, what: str) -> None:
         """Log a refusal of something repeated, once."""

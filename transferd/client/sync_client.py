@@ -72,7 +72,7 @@ class SyncClient(BlockingClient):
         )
         self._on_new_boot: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
-        self._pid = 0  # the process of that thread
+        self._forked = False  # this process is a child of the one that has connected
         self._given = weakref.WeakSet[concurrent.futures.Future[Any]]()  # futures that callers hold
         self._beginning: deque[_ThreadCall[Any]] = deque()  # calls that the thread has not begun
         self._new_locks()
@@ -84,6 +84,7 @@ class SyncClient(BlockingClient):
 
     def forked(self) -> None:
         """Called in a forked child, where another thread may have held the locks and no thread ends a future."""
+        self._forked = self._loop is not None
         self._new_locks()
         for future in list(self._given):
             future._condition = threading.Condition()  # noqa: SLF001 - the old one may be held for ever
@@ -123,7 +124,7 @@ class SyncClient(BlockingClient):
             raise NoThreads(f"a blocking client needs a thread: {error}") from error
         with self._entry:
             self._beginning = deque()  # a loop that was closed has not begun all
-            self._loop, self._thread, self._pid = loop, thread, os.getpid()
+            self._loop, self._thread = loop, thread
 
     def close(self) -> None:
         """Disconnect and end the thread. Pending requests end with code `closed`. Idempotent.
@@ -137,7 +138,6 @@ class SyncClient(BlockingClient):
             with self._entry:
                 loop, thread = self._loop, self._thread
                 self._loop = self._thread = None
-                self._pid = 0
             if loop is None or thread is None:
                 return
             try:
@@ -158,10 +158,6 @@ class SyncClient(BlockingClient):
         finally:
             with contextlib.suppress(RuntimeError):  # at interpreter exit the loop may be gone first
                 loop.call_soon_threadsafe(loop.stop)
-
-    @property
-    def _forked(self) -> bool:
-        return self._pid not in (0, os.getpid())
 
     def _not_from_a_callback(self) -> None:
         if threading.current_thread() is self._thread:

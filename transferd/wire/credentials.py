@@ -49,9 +49,8 @@ def resolve_uids(key: str, users: Sequence[int | str]) -> frozenset[int]:
         what = f"has {len(uids)} users, the limit is {MOST_UIDS}; use server.socket_group to allow a whole group"
         raise ConfigError(key, what)
     if uids:
-        ranges = _map()
-        mapped = {uid for uid in uids if any(first <= uid < first + count for first, count in ranges)}
-        unmapped = sorted(uid for uid in uids if hidden(uid) or uid not in mapped)
+        mapped = [range(first, first + count) for first, count in _map()]
+        unmapped = sorted(uid for uid in uids if hidden(uid) or not any(uid in known for known in mapped))
         if unmapped:
             problem = "these uids are not mapped in this user namespace; set PrivateUsers=no in the unit"
             raise ConfigError(key, problem, unmapped)

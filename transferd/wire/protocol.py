@@ -548,7 +548,8 @@ def encode_reply(seq: int, body: ReplyBody) -> bytes:
 
 def decode_request(data: bytes | memoryview, max_message: int | None = None) -> Request:
     """The inverse of `encode_request`. Raises Malformed for other bytes, another version, or beyond `max_message`."""
-    _check_version(data)
+    if data[:1] != _VERSION_BYTE:
+        raise _other_version(data)
     content = memoryview(data)[1:]
     if max_message is not None and len(data) > max_message:
         problem = f"the message has {len(data)} bytes, the limit is {max_message} (tuning.server.max_message)"
@@ -571,19 +572,19 @@ def decode_request(data: bytes | memoryview, max_message: int | None = None) -> 
 
 def decode_reply(data: bytes | memoryview) -> ReplyEnvelope:
     """The inverse of `encode_reply`. Raises Malformed for anything that is not a reply of this version."""
-    _check_version(data)
+    if data[:1] != _VERSION_BYTE:
+        raise _other_version(data)
     try:
         return _reply_decoder.decode(memoryview(data)[1:])
     except UNREADABLE as error:
         raise Malformed(str(error), code="malformed") from None
 
 
-def _check_version(data: bytes | memoryview) -> None:
+def _other_version(data: bytes | memoryview) -> Malformed:
     if not data:
-        raise Malformed("the message is empty or has several frames; send exactly one frame", code="malformed")
-    if data[0] != PROTOCOL_VERSION:
-        problem = f"unsupported protocol version {data[0]}; this end speaks version {PROTOCOL_VERSION}"
-        raise Malformed(problem, code="unsupported_version")
+        return Malformed("the message is empty or has several frames; send exactly one frame", code="malformed")
+    problem = f"unsupported protocol version {data[0]}; this end speaks version {PROTOCOL_VERSION}"
+    return Malformed(problem, code="unsupported_version")
 
 
 def offer(rank: int, kind: str, data: dict[str, Any], epoch: int) -> Offer:

@@ -47,8 +47,7 @@ def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
     """
     frame = socket.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
-        while number_of(socket, zmq.RCVMORE):
-            socket.recv(zmq.DONTWAIT)
+        socket.recv_multipart(zmq.DONTWAIT)
         return b""
     if len(frame) < LARGE:
         try:
@@ -56,12 +55,6 @@ def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
         except MemoryError:
             pass
     return frame.buffer
-
-
-def number_of(socket: zmq.Socket[bytes], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value
 
 
 _READABLE = int(zmq.POLLIN)
@@ -179,7 +172,7 @@ class Channel:
         self._check_scheduled = False
         # Without pyzmq's layer in Python, which is for options that we do not use.
         self.send = cast("Callable[[bytes, int], object]", functools.partial(zmq.backend.Socket.send, socket))
-        self._fd = number_of(socket, zmq.FD)
+        self._fd = cast("int", socket.getsockopt(zmq.FD))
         self._events = cast("Callable[[], int]", functools.partial(socket.getsockopt, zmq.EVENTS))
         # pyzmq alone would hang: a context that is collected together with an open socket waits for that socket.
         self._freed = weakref.finalize(self, _free, socket, context, os.getpid())
