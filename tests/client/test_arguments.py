@@ -11,6 +11,8 @@ import pytest
 
 from tests.client.test_many_tasks import connected, ended
 from tests.client.test_session import Recorder
+from tests.support.simulation.clock import SimClock
+from tests.support.simulation.loop import SimLoop, simulate
 from tests.support.waits import until
 from transferd import Client, ReadStorageTask, Status, SwapOutTask
 from transferd.client.launch import running
@@ -84,6 +86,29 @@ async def test_a_limit_that_is_none_is_found_before_the_push(limit: Any) -> None
         with pytest.raises(ConfigError, match="settle_timeout"):
             await call
         assert daemon.others == []
+
+
+class Attentive(Recorder):
+    """Answers each Hello by itself."""
+
+    def send(self, payload: bytes) -> bool:
+        taken = super().send(payload)
+        if isinstance(self.said[-1].body, wire.Hello):
+            asyncio.get_running_loop().call_soon(self.welcome)
+        return taken
+
+
+def test_a_question_may_take_as_long_as_its_caller_says() -> None:
+    async def main(loop: SimLoop) -> None:
+        daemon = Attentive()
+        async with Client("sim://daemon", transport=daemon, clock=SimClock(loop)) as client:
+            asking = asyncio.ensure_future(client.match(["a"], timeout=90.0))
+            await asyncio.sleep(80.0)
+            assert not asking.done()
+            daemon.say(daemon.others[-1].seq, wire.Value(1))
+            assert await asking == 1
+
+    simulate(main, 0)
 
 
 async def test_block_ids_may_be_a_range() -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 QUESTION_TIMEOUT_S = 30.0
 PURGE_TIMEOUT_S = 3600.0  # to remove the files of a large store
-ANSWER_S = 30.0  # added to a prefetch's own timeout
+ANSWER_S = 30.0  # added to a prefetch's own timeout, and to a question's, which ends by itself
 HOST = "host"
 
 
@@ -42,7 +42,7 @@ class StoreCalls(Calls):
         if seconds is None or not seconds > 0:
             raise RequestError(f"timeout must be a number of seconds above 0, not {timeout!r}", code="bad_value")
         try:
-            return await wait_for(self._ask(body), seconds)
+            return await wait_for(self._ask(body, seconds + ANSWER_S), seconds)
         except TimeoutError:
             what = f"the daemon has not answered the question ({type(body).__name__.lower()}) within {seconds:g} s"
             raise TransferError(what, code="no_answer") from None
