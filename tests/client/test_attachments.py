@@ -212,3 +212,25 @@ def test_a_sessions_repeated_requests_replace_those_of_the_session_before() -> N
         await client.close()
 
     simulate(main, 0)
+
+
+def test_what_is_pushed_before_the_first_welcome_follows_the_mappings_of_an_earlier_life() -> None:
+    """Else the daemon rejects a task on memory that this client has mapped (`not_attached`)."""
+
+    async def main(loop: SimLoop) -> None:
+        daemon = Recorder()
+        client = Client("sim://daemon", transport=daemon, clock=SimClock(loop), await_ready=False)
+        client._conversation.open()
+        daemon.welcome(session=5, epoch=1)
+        client._attached.attach(0, HANDLE)
+        await client.close()
+        client._conversation.open()
+        daemon.said.clear()
+        pushed = client._pushed(SWAP, ack=False)
+        client._conversation._greet()
+        daemon.welcome(session=6, epoch=1)
+        assert [type(request.body).__name__ for request in daemon.others] == ["Attach", "SwapOutTask"]
+        assert not pushed.future.done()
+        await client.close()
+
+    simulate(main, 0)

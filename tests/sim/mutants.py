@@ -272,8 +272,8 @@ MUTANTS = (
     Mutant(
         "requests that a broken connection lost are not repeated",
         "client/session.py",
-        "            self._unsent.extend(waiting)\n",
-        "            pass\n",
+        "        self._unsent.extend(waiting)\n",
+        "        self._unsent.extend(() if again else waiting)\n",
     ),
     Mutant(
         "tasks may name device memory that nobody has mapped",

@@ -453,9 +453,9 @@ class Conversation:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
             self._fail_all(DaemonLost(what), but=seq)
         self.session = welcome
-        waiting, again = list(self._pending), not another and welcome.session != before.session
-        if again:
-            self._unsent.clear()
+        again = not another and welcome.session != before.session
+        waiting = list(self._pending if again else self._unsent)
+        self._unsent.clear()
         if welcome.ready:
             self._complaints.clear()
         if self.served.differs:
@@ -464,9 +464,8 @@ class Conversation:
         if welcome.epoch and self.weights.welcomed(welcome):
             self._greet()  # `set_generation` waits until every client knows
         self.renewed()  # its requests go out first: the daemon must know them before it gets tasks
-        if again:
-            self._unsent.extend(waiting)
-            self._send_waiting()
+        self._unsent.extend(waiting)
+        self._send_waiting()
         for future, ready in self._waiters.items():
             if welcome.ready or not ready:
                 resolve(future, None)
