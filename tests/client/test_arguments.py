@@ -142,6 +142,20 @@ def test_another_loop_is_refused_and_nothing_is_pushed() -> None:
         home.close()
 
 
+def test_a_close_that_is_refused_forgets_nothing() -> None:
+    daemon, home = Recorder(), asyncio.new_event_loop()
+    try:
+        client = home.run_until_complete(connected(daemon).__aenter__())
+        client._holds._held.add(held := wire.Pause("me"))
+        with pytest.raises(RequestError, match="belongs to the event loop"):
+            asyncio.run(client.close())
+        assert client._holds.again() == [held], "which a new session repeats"
+        home.run_until_complete(client.close())
+        assert client._holds.again() == []
+    finally:
+        home.close()
+
+
 async def test_settled_in_a_forked_child_raises_as_all_else_does() -> None:
     daemon = Recorder()
     async with connected(daemon) as client:

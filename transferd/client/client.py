@@ -210,11 +210,11 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """
         if not self._conversation.is_open:
             return
+        self._conversation.close()  # first, as it is refused on another loop
         self._busy.close()
         self._offers.clear()
         self._holds.clear()
         self._registration.clear()
-        self._conversation.close()
 
     # --- tasks --------------------------------------------------------------------------------------
 
