@@ -37,22 +37,18 @@ class Served:
         self.used = self.used or now
 
     def compare(self, now: wire.Identity | None, in_use: bool) -> str:
-        """Compare the engine of a new Welcome; return how it differs. None: there is none now.
+        """Compare the engine of a new Welcome; return in words how it differs. None: there is none now.
 
         in_use: this client uses its engine, whichever it is.
         """
         if in_use:
             self.use(now)
-        self.differs = "" if self.used is None or now is None else difference(self.used, now)
+        named = wire.Identity.__struct_fields__ if self.used is not None and now is not None else ()
+        pairs = ((name, getattr(self.used, name), getattr(now, name)) for name in named)
+        self.differs = ", ".join(f"{name} {new!r} instead of {old!r}" for name, old, new in pairs if old != new)
         return self.differs
 
     def spoils(self, body: wire.Body) -> bool:
         """Whether this request must not reach the daemon that answers now."""
         named = isinstance(body, wire.Purge) and body.keys is not None
         return bool(self.differs) and (named or not isinstance(body, HARMLESS))
-
-
-def difference(before: wire.Identity, now: wire.Identity) -> str:
-    """How two engines differ, in words; "" if they do not."""
-    named = ((name, getattr(before, name), getattr(now, name)) for name in wire.Identity.__struct_fields__)
-    return ", ".join(f"{name} {new!r} instead of {old!r}" for name, old, new in named if old != new)

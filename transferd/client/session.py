@@ -277,9 +277,9 @@ class Conversation:
 
     def own_loop(self) -> asyncio.AbstractEventLoop:
         """The running loop. Raises Closed, RequestError on another event loop than this conversation's."""
-        if not self.is_open or self._loop is None:
-            raise self.unusable()
         loop = self._loop
+        if loop is None or not self._heart.open or self._pid != os.getpid():  # not `is_open`: for each task, so no call
+            raise self.unusable()
         if asyncio.get_running_loop() is not loop:
             if loop.is_closed():
                 raise self.unusable()
@@ -401,8 +401,9 @@ class Conversation:
         if self._heart.asked_at is not None:
             self._heart.heard()
         seq, body = reply.seq, reply.body
-        if isinstance(body, wire.Result):
-            self._answer(seq, body.result)
+        if isinstance(body, wire.Result):  # without a call more, as most messages are results
+            if (pending := self._pending.pop(seq, None)) is not None:
+                pending.answer(body.result)
         elif isinstance(body, wire.Accepted):
             if (pending := self._pending.get(seq)) is not None and pending.admitted is not None:
                 resolve(pending.admitted, None)

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MOST_BEGINNING = 256  # calls of all threads that the client's thread has not begun; a further one waits its turn
 LOOK_S = 0.5  # how often such a wait looks whether the client was closed
 ENDING_S = 1.0  # how long `close` waits for calls that it ended to return
+IN_A_CALLBACK = "a callback runs on the client's own thread and cannot wait for it; call from another thread"
 
 
 class SyncClient(BlockingClient):
@@ -133,7 +134,8 @@ class SyncClient(BlockingClient):
         """
         if self._forked:
             return
-        self._not_from_a_callback()
+        if threading.current_thread() is self._thread:
+            raise RequestError(IN_A_CALLBACK, code="wrong_thread")
         with self._life:
             with self._entry:
                 loop, thread = self._loop, self._thread
@@ -158,11 +160,6 @@ class SyncClient(BlockingClient):
         finally:
             with contextlib.suppress(RuntimeError):  # at interpreter exit the loop may be gone first
                 loop.call_soon_threadsafe(loop.stop)
-
-    def _not_from_a_callback(self) -> None:
-        if threading.current_thread() is self._thread:
-            what = "a callback runs on the client's own thread and cannot wait for it; call from another thread"
-            raise RequestError(what, code="wrong_thread")
 
     @property
     def endpoint(self) -> str:
@@ -230,11 +227,9 @@ class SyncClient(BlockingClient):
         return self._begin(self._client.exists(keys, use=use, timeout=timeout))
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            self._not_from_a_callback()
-        except RequestError:
+        if threading.current_thread() is self._thread:
             work.close()
-            raise
+            raise RequestError(IN_A_CALLBACK, code="wrong_thread")
         future = self._begin(work)
         try:
             return future.result()

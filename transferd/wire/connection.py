@@ -91,18 +91,14 @@ class Outbox:
         self.most = most
         self._loop = asyncio.get_running_loop()
         self._new: list[ZmtpConnection] = []  # connections with output that no call has tried to write
-        self._flush: asyncio.Handle | None = None
         self.held = False  # whoever has set it calls `flush` in the same turn
 
     def add(self, connection: ZmtpConnection) -> None:
         self._new.append(connection)
-        if self._flush is None and not self.held:
-            self._flush = self._loop.call_soon(self.flush)
+        if len(self._new) == 1 and not self.held:
+            self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
         new, self._new = self._new, []
         for connection in new:
             connection.flush()
