@@ -283,7 +283,7 @@ class ZmtpConnection:
         finally:
             if large:
                 self._acceptor.room.give_back(self)
-        return frames.pending
+        return frames.more
 
     def _receive_large(self, size: int) -> None:
         if size > UNBUDGETED and not self._acceptor.room.take(self, size):

@@ -48,12 +48,13 @@ class Frames:
     """Splits what one peer sends. Holds at most one incomplete frame, and the bytes of one `feed`.
 
     limit: the most bytes of a frame's body.
+    more: whether bytes of another frame had arrived when `next` returned the last one.
     space: where to receive the next bytes of a large frame; None if they go to `feed`.
     wanted: 0, or the size of a frame that needs memory of its own: call `begin` to allocate it; until then `next`
         returns nothing.
     """
 
-    __slots__ = ("_at", "_data", "_flags", "limit", "space", "wanted")
+    __slots__ = ("_at", "_data", "_flags", "limit", "more", "space", "wanted")
 
     def __init__(self, limit: int = MOST_COMMAND) -> None:
         self.limit = limit
@@ -62,11 +63,12 @@ class Frames:
         self._at = 0  # where the next frame begins
         self._flags = 0
         self.space: memoryview | None = None
+        self.more = False
 
     @property
     def pending(self) -> bool:
-        """Whether `next` may return a frame."""
-        return self._at < len(self._data) or (self.space is not None and not self.space)
+        """Whether bytes have arrived that neither `next` has returned nor `space` has."""
+        return self._at < len(self._data)
 
     def filled(self, count: int) -> None:
         """So many bytes were written to `space`."""
@@ -105,7 +107,7 @@ class Frames:
             _check(flags, size, self.limit)
         end = begin + size
         if end <= len(data):
-            self._at = end
+            self._at, self.more = end, end < len(data)
             return flags & ~LONG, data[begin:end]
         if size > ASSEMBLED:
             self.wanted = size
@@ -120,7 +122,7 @@ class Frames:
         self._flags = data[at]
         there = data[at + (9 if data[at] & LONG else 2) :]
         body[: len(there)] = there
-        self.space, self.wanted = body[len(there) :], 0
+        self.space, self.wanted, self.more = body[len(there) :], 0, False
         self._data, self._at = b"", 0
 
 
