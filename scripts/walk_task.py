@@ -2,10 +2,10 @@
 
     python scripts/walk_task.py [--calls]
 
-One block is written to storage in memory, one to memory above files, with its copy below, and one is read from storage
-in files. The client runs on a thread of its
-own, which is not counted; of several tasks the shortest way counts, so that nothing is loaded or made for the first
-time. Counts calls into transferd/ on the daemon's event loop, resumed coroutines included, but not its I/O threads.
+One block is swapped out and in, one is written to storage in memory, one to memory above files, with its copy below,
+and one is read from storage in files. The client runs on a thread of its own, which is not counted; of several tasks
+the shortest way counts, so that nothing is loaded or made for the first time. Counts calls into transferd/ on the
+daemon's event loop, resumed coroutines included, but not its I/O threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from transferd import ReadStorageTask, Status, SyncClient, WriteStorageTask  # noqa: E402
+from transferd import ReadStorageTask, Status, SwapInTask, SwapOutTask, SyncClient, WriteStorageTask  # noqa: E402
 from transferd.config import Config, from_tree  # noqa: E402
 from transferd.daemon.daemon import Daemon  # noqa: E402
 from transferd.tasks import Task  # noqa: E402
@@ -60,7 +60,7 @@ class Walk:
 
 
 def _config(directory: Path, *levels: str) -> Config:
-    cache = {"ranks": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "device_blocks": 4, "host_blocks": 0}
+    cache = {"ranks": 1, "layers": 2, "kv_heads": 1, "head_dim": 16, "device_blocks": 4, "host_blocks": 4}
     files = {"file": {"path": str(directory / "blocks"), "capacity": 1 << 20}} if "file" in levels else {}
     which = {"backend": levels[0]} if len(levels) == 1 else {"levels": list(levels)}
     return from_tree(
@@ -103,9 +103,23 @@ def _writes(count: int) -> list[Task]:
     return [WriteStorageTask(task_id=f"w{n}", keys=[f"k{n}"], gpu_block_ids=[n % 4]) for n in range(count)]
 
 
+def _swaps(kind: type[SwapOutTask | SwapInTask], count: int) -> list[Task]:
+    return [kind(task_id=f"{kind.lane}{n}", gpu_block_ids=[n % 4], cpu_block_ids=[n % 4]) for n in range(count)]
+
+
 async def walk_write(directory: Path, tasks: int = 8) -> Walk:
     """Write one block, whose key is new, on one rank with storage in memory."""
     return await _shortest(_config(directory, "memory"), [], _writes(tasks))
+
+
+async def walk_swap_out(directory: Path, tasks: int = 8) -> Walk:
+    """Copy one block to the host on one rank."""
+    return await _shortest(_config(directory, "memory"), [], _swaps(SwapOutTask, tasks))
+
+
+async def walk_swap_in(directory: Path, tasks: int = 8) -> Walk:
+    """Copy one block back from the host on one rank."""
+    return await _shortest(_config(directory, "memory"), _swaps(SwapOutTask, 4), _swaps(SwapInTask, tasks))
 
 
 async def walk_levels(directory: Path, tasks: int = 8) -> Walk:
@@ -119,11 +133,20 @@ async def walk_read(directory: Path, tasks: int = 8) -> Walk:
     return await _shortest(_config(directory, "file"), _writes(1), reads)
 
 
+WALKS = {
+    "a swap out": walk_swap_out,
+    "a swap in": walk_swap_in,
+    "a write": walk_write,
+    "a write to levels": walk_levels,
+    "a read of a file": walk_read,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", action="store_true", help="print every call, too")
     options = parser.parse_args()
-    for name, walked in (("a write", walk_write), ("a write to levels", walk_levels), ("a read of a file", walk_read)):
+    for name, walked in WALKS.items():
         with tempfile.TemporaryDirectory(prefix="transferd-walk-") as directory:
             walk = asyncio.run(walked(Path(directory)))
         if options.calls:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +15,15 @@ from scripts.walk_task import Walk, walk_levels, walk_read, walk_write
 from transferd.storage.lru import LruIndex, Use
 
 MOST_FILES_OF_A_WRITE, MOST_CALLS_OF_A_WRITE = 34, 278  # to storage in memory
+from scripts.walk_task import Walk, walk_levels, walk_read, walk_swap_in, walk_swap_out, walk_write
+
+MOST_FILES_OF_A_WRITE, MOST_CALLS_OF_A_WRITE = 35, 284  # to storage in memory
+MOST_FILES_OF_A_SWAP, MOST_CALLS_OF_A_SWAP = 25, 159
 MOST_FILES_OF_A_READ = 40  # from storage in files
 MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 49, 535  # a write to memory above files, and its copy
 MOST_CALLS_OF_A_BLOCK = 32  # of the index, for one that is written to a full store
+
+Walks = Callable[[Path], Coroutine[Any, Any, Walk]]
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +32,16 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     return asyncio.run(walk_write(tmp_path_factory.mktemp("walk")))
 
 
-def test_a_write_crosses_few_files(walk: Walk) -> None:
+def test_a_write_crosses_few_files_in_few_calls(walk: Walk) -> None:
     assert len(walk.files) <= MOST_FILES_OF_A_WRITE, walk.files
     assert len(walk.calls) <= MOST_CALLS_OF_A_WRITE, walk.calls
+
+
+@pytest.mark.parametrize("swap", [walk_swap_out, walk_swap_in])
+def test_a_swap_crosses_few_files_in_few_calls(swap: Walks, tmp_path: Path) -> None:
+    walk = asyncio.run(swap(tmp_path))
+    assert len(walk.files) <= MOST_FILES_OF_A_SWAP, walk.files
+    assert len(walk.calls) <= MOST_CALLS_OF_A_SWAP, walk.calls
 
 
 def test_a_write_to_levels_crosses_few_files_and_asks_little(tmp_path: Path) -> None:
