@@ -131,7 +131,7 @@ def test_a_sparse_read_that_a_rank_fails_in_part_keeps_the_rest_and_says_why() -
 def test_extra_gpu_blocks_of_a_read_are_never_claimed() -> None:
     task = ReadStorageTask(task_id="r", keys=["a"], gpu_block_ids=[7, 8, 9])
     assert task.merge(ranks([0], [0])).block_ids == [7]
-    assert task.footprint().written_in("device") == [7]
+    assert task.footprint().writes.get("device", ()) == [7]
 
 
 @pytest.mark.parametrize("task", [read(2), write(2), swap(2)])
@@ -331,15 +331,15 @@ def test_each_task_states_its_lane_its_kind_and_what_it_touches() -> None:
     assert [str(t.lane) for t in TASK_TYPES] == [tag_of(t) for t in TASK_TYPES]
     assert [t.kind for t in (read(1), write(1), swap(1), back)] == ["read", "write", "swap_out", "swap_in"]
     assert [t.blocks for t in (read(1), write(2), swap(3), back)] == [1, 2, 3, 2]
-    assert read(1).footprint().read_in("storage") == ["k0"]
-    assert read(1).footprint().written_in("device") == [100]
-    assert write(1).footprint().written_in("storage") == ["k0"]
-    assert write(1).footprint().read_in("device") == [100]
-    assert (swap(1).footprint().read_in("device"), swap(1).footprint().written_in("host")) == (
+    assert read(1).footprint().reads.get("storage", ()) == ["k0"]
+    assert read(1).footprint().writes.get("device", ()) == [100]
+    assert write(1).footprint().writes.get("storage", ()) == ["k0"]
+    assert write(1).footprint().reads.get("device", ()) == [100]
+    assert (swap(1).footprint().reads.get("device", ()), swap(1).footprint().writes.get("host", ())) == (
         [100],
         [0],
     )
-    assert (back.footprint().read_in("host"), back.footprint().written_in("device")) == (
+    assert (back.footprint().reads.get("host", ()), back.footprint().writes.get("device", ())) == (
         [3, 4],
         [1, 2],
     )
@@ -428,8 +428,8 @@ def test_ranks_that_lose_blocks_without_a_cause_are_named() -> None:
 def test_a_direct_transfer_touches_device_blocks_alone() -> None:
     send = SendTask(task_id="s", keys=["a"], gpu_block_ids=[7], transfer_id="t")
     receive = ReceiveTask(task_id="c", keys=["a"], gpu_block_ids=[7, 8], transfer_id="t", peer="h:1")
-    assert send.footprint() == Footprint(((DEVICE, [7]),))
-    assert receive.footprint() == Footprint((), ((DEVICE, [7]),))
+    assert send.footprint() == Footprint({DEVICE: [7]})
+    assert receive.footprint() == Footprint(writes={DEVICE: [7]})
 
 
 # --- token ids ------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import msgspec
@@ -149,16 +149,8 @@ class Footprint(msgspec.Struct, frozen=True, gc=False):
     path, read by all others.
     """
 
-    reads: tuple[tuple[str, Sequence[Any]], ...] = ()
-    writes: tuple[tuple[str, Sequence[Any]], ...] = ()
-
-    def read_in(self, place: str) -> Sequence[Any]:
-        """The blocks there that the task reads."""
-        return dict(self.reads).get(place, ())
-
-    def written_in(self, place: str) -> Sequence[Any]:
-        """The blocks there that the task writes."""
-        return dict(self.writes).get(place, ())
+    reads: Mapping[str, Sequence[Any]] = {}
+    writes: Mapping[str, Sequence[Any]] = {}
 
 
 def check_ids(ids: Sequence[int], blocks: int, what: str, *, target: bool) -> None:
@@ -229,9 +221,9 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
         return self.cpu_block_ids or self.gpu_block_ids
 
     @property
-    def placed(self) -> tuple[str, list[int]]:
-        """Where the task's blocks are, and their ids."""
-        return (HOST, self.cpu_block_ids) if self.cpu_block_ids else (DEVICE, self.gpu_block_ids)
+    def placed(self) -> dict[str, list[int]]:
+        """The ids of the task's blocks, by where these are."""
+        return {HOST: self.cpu_block_ids} if self.cpu_block_ids else {DEVICE: self.gpu_block_ids}
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
@@ -491,7 +483,7 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
         return _merge(self, outcomes, _common, Status.FAILED)
 
     def footprint(self) -> Footprint:
-        return Footprint((self.placed,), ((STORAGE, self.keys),))
+        return Footprint(self.placed, {STORAGE: self.keys})
 
 
 class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
@@ -513,17 +505,16 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     lane: ClassVar[Lane] = Lane.READ
 
     @property
-    def filled(self) -> tuple[tuple[str, list[int]]]:
+    def filled(self) -> dict[str, list[int]]:
         """What it writes: a block for each key, though it may name more."""
-        place, ids = self.placed
-        return ((place, ids[: len(self.keys)]),)
+        return {place: ids[: len(self.keys)] for place, ids in self.placed.items()}
 
     def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
         return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
 
     def footprint(self) -> Footprint:
-        return Footprint(((STORAGE, self.keys),), self.filled)
+        return Footprint({STORAGE: self.keys}, self.filled)
 
 
 class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
@@ -537,7 +528,7 @@ class SendTask(WriteStorageTask, frozen=True, kw_only=True, tag="send"):
     lane: ClassVar[Lane] = Lane.SEND
 
     def footprint(self) -> Footprint:
-        return Footprint((self.placed,))
+        return Footprint(self.placed)
 
 
 class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
@@ -549,7 +540,7 @@ class ReceiveTask(ReadStorageTask, frozen=True, kw_only=True, tag="receive"):
     lane: ClassVar[Lane] = Lane.RECEIVE
 
     def footprint(self) -> Footprint:
-        return Footprint((), self.filled)
+        return Footprint(writes=self.filled)
 
 
 class _SwapTask(_Task, frozen=True, kw_only=True):
@@ -579,7 +570,7 @@ class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):
     lane: ClassVar[Lane] = Lane.SWAP_OUT
 
     def footprint(self) -> Footprint:
-        return Footprint(((DEVICE, self.gpu_block_ids),), ((HOST, self.cpu_block_ids),))
+        return Footprint({DEVICE: self.gpu_block_ids}, {HOST: self.cpu_block_ids})
 
 
 class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
@@ -588,7 +579,7 @@ class SwapInTask(_SwapTask, frozen=True, kw_only=True, tag="swap_in"):
     lane: ClassVar[Lane] = Lane.SWAP_IN
 
     def footprint(self) -> Footprint:
-        return Footprint(((HOST, self.cpu_block_ids),), ((DEVICE, self.gpu_block_ids),))
+        return Footprint({HOST: self.cpu_block_ids}, {DEVICE: self.gpu_block_ids})
 
 
 Task = WriteStorageTask | ReadStorageTask | SwapOutTask | SwapInTask | SendTask | ReceiveTask

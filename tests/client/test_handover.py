@@ -107,8 +107,8 @@ def test_direct_tasks_need_no_storage_tier_and_touch_no_stored_object() -> None:
     no_storage = limits(host_blocks=0, storage=False, direct=True)
     for task in (planned().out("direct"), planned().into("direct", "host:1")):
         check_task(task, no_storage)
-        assert not task.footprint().read_in("storage")
-        assert not task.footprint().written_in("storage")
+        assert not task.footprint().reads.get("storage", ())
+        assert not task.footprint().writes.get("storage", ())
 
 
 def test_the_same_blocks_for_another_transfer_are_another_request() -> None:

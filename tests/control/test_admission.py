@@ -332,7 +332,7 @@ def test_a_flush_keeps_its_order_with_flushes_of_the_same_keys_and_of_the_same_t
 
 
 def test_flushes_without_token_ids_are_of_one_tree() -> None:
-    assert footprint_of(write("a"), FLUSH).reads == footprint_of(write("b"), FLUSH).reads != ()
+    assert footprint_of(write("a"), FLUSH).reads == footprint_of(write("b"), FLUSH).reads != {}
 
 
 # --- is it the same request? ----------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Held:
 def ordered_behind(task: Task, other: Task) -> bool:
     (reads, writes), (other_reads, other_writes) = touches(task), touches(other)
     a, b = task.footprint(), other.footprint()
-    stored = {*a.read_in("storage"), *a.written_in("storage")} & {*b.written_in("storage")}
+    stored = {*a.reads.get("storage", ()), *a.writes.get("storage", ())} & {*b.writes.get("storage", ())}
     return bool(writes & (other_reads | other_writes) or reads & other_writes or stored)
 
 

@@ -202,11 +202,13 @@ footprints = st.builds(
 def conflict(earlier: Footprint, later: Footprint) -> bool:
     """The rule itself, written a second time and as naively as possible."""
     for tier in ("device", "host"):
-        a_reads, a_writes = set(earlier.read_in(tier)), set(earlier.written_in(tier))
-        b_reads, b_writes = set(later.read_in(tier)), set(later.written_in(tier))
+        a_reads, a_writes = set(earlier.reads.get(tier, ())), set(earlier.writes.get(tier, ()))
+        b_reads, b_writes = set(later.reads.get(tier, ())), set(later.writes.get(tier, ()))
         if a_writes & (b_reads | b_writes) or a_reads & b_writes:
             return True
-    return bool(set(earlier.written_in("storage")) & {*later.read_in("storage"), *later.written_in("storage")})
+    return bool(
+        set(earlier.writes.get("storage", ())) & {*later.reads.get("storage", ()), *later.writes.get("storage", ())}
+    )
 
 
 @given(st.lists(footprints, max_size=12), st.randoms(use_true_random=False), st.data())

@@ -27,9 +27,9 @@ def admit(lanes: Lanes, task: Task, nbytes: int = 0, *, ready: bool = True) -> T
     return record
 
 
-def move(lanes: Lanes, record: TaskState, state: State) -> None:
+def move(lanes: Lanes, record: TaskState, state: State, now: float = 0.0) -> None:
     old, record.state = record.state, state
-    lanes.moved(record, old)
+    lanes.moved(record, old, now)
 
 
 def start(lanes: Lanes) -> list[str]:
@@ -41,9 +41,15 @@ def start(lanes: Lanes) -> list[str]:
     return started
 
 
-def answer(lanes: Lanes, record: TaskState) -> None:
-    move(lanes, record, State.DONE)
-    lanes.leave(record)
+def answer(lanes: Lanes, record: TaskState, now: float = 0.0) -> None:
+    move(lanes, record, State.DONE, now)
+
+
+def run(lanes: Lanes, task: Task, seconds: float) -> None:
+    """Have a task run for so long from its admission on, beside those that are there."""
+    record = admit(lanes, task, ready=False)
+    move(lanes, record, State.RUNNING)
+    answer(lanes, record, seconds)
 
 
 def refusal(
@@ -199,7 +205,7 @@ def loaded(waiting: int, *, seconds: float | None) -> Lanes:
     """Two reads at work, others that wait, and a read that took so many seconds before."""
     lanes = Lanes(limits(max_queued_tasks=99, max_inflight_bytes=1, lane_depth=2).server, HazardTable())
     if seconds is not None:
-        lanes.spent(record_of(read("before"), admitted_at=100.0), 100.0 + seconds)
+        run(lanes, read("before"), seconds)
     for i in range(2 + waiting):
         admit(lanes, read(f"r{i}"))
     start(lanes)
@@ -225,13 +231,13 @@ def test_a_hint_is_never_shorter_or_longer_than_its_bounds() -> None:
 
 def test_a_task_moves_the_average_by_a_tenth_and_the_first_one_sets_it() -> None:
     lanes = loaded(8, seconds=0.5)
-    lanes.spent(record_of(read("r"), admitted_at=3.0), 4.5)
+    run(lanes, read("r"), 1.5)
     assert hint(lanes, read("r"), 2) == pytest.approx(0.9 * 0.5 + 0.1 * 1.5)
 
 
 def test_each_lane_has_an_average_of_its_own() -> None:
     lanes = loaded(8, seconds=0.5)
-    lanes.spent(record_of(write("w"), admitted_at=0.0), 100.0)
+    run(lanes, write("w"), 100.0)
     assert hint(lanes, read("r"), 2) == pytest.approx(0.5)
 
 
@@ -241,7 +247,7 @@ def test_every_refusal_says_when_to_ask_again() -> None:
         HazardTable(),
     )
     for lane_task in (read("x"), write("x")):
-        lanes.spent(record_of(lane_task), 0.4)
+        run(lanes, lane_task, 0.4)
     for i in range(2):
         admit(lanes, write(f"w{i}"), ready=False)
     assert lanes.too_much(record_of(write("w"), flush=True)) is not None

@@ -46,7 +46,7 @@ def test_an_admitted_task_is_queued_without_a_stop() -> None:
 def test_two_records_of_equal_tasks_are_two_tasks_with_stragglers_of_their_own() -> None:
     one, two = record_of(READ), record_of(READ)
     assert one != two
-    one.straggling.add(1)
+    one.straggling |= {1}
     assert two.straggling == set()
 
 

@@ -39,9 +39,9 @@ def limits_but(base: Limits, **more: Any) -> Limits:
 
 def touching(**uses: Sequence[object]) -> Footprint:
     """Footprint of uses such as device_reads=[1], paths_writes=["p"]."""
-    reads = [(name.removesuffix("_reads"), ids) for name, ids in uses.items() if name.endswith("_reads")]
-    writes = [(name.removesuffix("_writes"), ids) for name, ids in uses.items() if name.endswith("_writes")]
-    return Footprint(tuple(reads), tuple(writes))
+    reads = {name.removesuffix("_reads"): ids for name, ids in uses.items() if name.endswith("_reads")}
+    writes = {name.removesuffix("_writes"): ids for name, ids in uses.items() if name.endswith("_writes")}
+    return Footprint(reads, writes)
 
 
 def record_of(task: Task, **more: Any) -> TaskState:
@@ -100,7 +100,7 @@ def blocks_to_write(dispatcher: Dispatcher, tier: str) -> set[int]:
     """The blocks of a tier ("device" or "host") that tasks at work may change now."""
     working = (record.task for record in dispatcher.records.values() if record.state in AT_WORK)
     footprints = (footprint_of(task, dispatcher.limits) for task in working if task is not None)
-    return {block for footprint in footprints for block in footprint.written_in(tier)}
+    return {block for footprint in footprints for block in footprint.writes.get(tier, ())}
 
 
 def _check_blocks(dispatcher: Dispatcher) -> None:
@@ -113,7 +113,7 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
             task_id, footprint = record.task_id, record.claim.footprint
             assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)
             for tier in ("device", "host"):
-                for block in footprint.written_in(tier) if writes else footprint.read_in(tier):
+                for block in (footprint.writes if writes else footprint.reads).get(tier, ()):
                     use = tier, block
                     other = users.setdefault(use, task_id) if writes else users.get(use, task_id)
                     assert other == task_id, f"{task_id!r} and {other!r} are at work on {tier} block {block}"

@@ -101,8 +101,8 @@ def footprint_of(task: Task, limits: Limits) -> Footprint:
         first = () if task.token_ids is None else task.token_ids.array[: limits.token_block].tolist()
         tree = f"{first} {task.salt}" if task.salt else str(first)
         if withdraws_the_rest(task):
-            return Footprint((), ((STORAGE, entries), (PATHS, [tree])))
-        return Footprint(((PATHS, [tree]),), ((STORAGE, entries),))
+            return Footprint(writes={STORAGE: entries, PATHS: [tree]})
+        return Footprint({PATHS: [tree]}, {STORAGE: entries})
     return task.footprint()
 
 

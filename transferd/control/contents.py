@@ -50,11 +50,11 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if footprint.read_in(DEVICE) or footprint.written_in(DEVICE):
+        if footprint.reads.get(DEVICE) or footprint.writes.get(DEVICE):
             info = self._not_attached(client)
             if info is not None:
                 return info
-        for block in self._empty_of(footprint.read_in(HOST)):
+        for block in self._empty_of(footprint.reads.get(HOST, ())):
             if not _will_be_filled(block, hazards):
                 return _empty(block)
         return None

@@ -243,7 +243,7 @@ class Dispatcher:
             waiters=[(client, seq)],
         )
         # A flush touches no block. Others need their device memory mapped, and the host blocks that they read filled.
-        if not flush and (footprint.read_in(HOST) or not self._contents.all_mapped):
+        if not flush and (footprint.reads.get(HOST) or not self._contents.all_mapped):
             absent = self._contents.refusal(client, footprint, self.hazards)
             if absent is not None:
                 self._refuse(push, Status.REJECTED, absent)
@@ -335,7 +335,7 @@ class Dispatcher:
         """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
         assert record.task is not None
         assert record.claim is not None
-        sources = record.claim.footprint.read_in(HOST)
+        sources = record.claim.footprint.reads.get(HOST)
         if sources and (hollow := self._contents.hollow(sources)) is not None:
             self._finish_early(record, Status.FAILED, hollow)
             return
@@ -355,9 +355,8 @@ class Dispatcher:
             raise InvariantError(
                 f"a round was merged for {task_id!r}, which is not running\n{self._recorder.story(task_id)}"
             )
-        self.lanes.spent(record, self._now)
-        record.straggling.update(missing)
-        if record.claim is not None and (targets := record.claim.footprint.written_in(HOST)):
+        record.straggling = frozenset(missing)
+        if record.claim is not None and (targets := record.claim.footprint.writes.get(HOST)):
             assert record.task is not None
             self._contents.host_written(record.task, targets, merged)
         if record.stop is Stop.CANCELLED and merged.status is Status.EXPIRED:
@@ -381,7 +380,7 @@ class Dispatcher:
             self._left(record, rank)
 
     def _left(self, record: TaskState, rank: int) -> None:
-        record.straggling.discard(rank)
+        record.straggling -= {rank}
         if not record.straggling:
             del self._stragglers[record.task_id]
             self._recorder.note(record.task_id, "straggler left", rank)
@@ -544,7 +543,6 @@ class Dispatcher:
         task_id, task = record.task_id, record.task
         assert task is not None
         self._move(record, State.DONE)
-        self.lanes.leave(record)
         result = msgspec.structs.replace(
             merged,
             duration=self._now - record.admitted_at,
@@ -601,7 +599,7 @@ class Dispatcher:
             story = self._recorder.story(task_id)
             raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
         old, record.state = record.state, state
-        self.lanes.moved(record, old)
+        self.lanes.moved(record, old, self._now)
 
     # --- alarms -------------------------------------------------------------------------------------
 

@@ -31,8 +31,11 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+import msgspec
 
 from transferd.config import ServerSection
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
@@ -42,55 +45,40 @@ from transferd.tasks import DEVICE, HOST, PATHS, STORAGE, ErrorInfo, Footprint, 
 
 T = TypeVar("T")
 RETRY_AFTER_S = (0.005, 5.0)  # the shortest and the longest hint given with `busy`
-MANY = 8  # blocks from which on it is quicker to look first whether none is in use
 EDGE_BYTES = 8  # memory of one claim that another one waits for
 
 
-class Claim:
+class Claim(msgspec.Struct, eq=False):
     """One task's place in the order. `owner` is any value of the caller's; `ready` once nothing blocks the claim.
 
     table: the one that it has entered.
     grids: where its device blocks lie, if they are windows.
     """
 
-    __slots__ = ("abandoned", "blockers", "dependents", "footprint", "grids", "nbytes", "owner", "table")
-
-    def __init__(
-        self, owner: object, footprint: Footprint, nbytes: int, table: HazardTable, grids: Sequence[WindowGrid] = ()
-    ) -> None:
-        self.owner = owner
-        self.table = table
-        self.grids = grids
-        self.footprint = footprint
-        self.nbytes = nbytes
-        self.blockers = 0  # claims before this one that have not left
-        self.dependents: list[Claim] = []  # claims that count this one among their blockers
-        self.abandoned = False
+    owner: object
+    footprint: Footprint
+    nbytes: int
+    table: HazardTable
+    grids: Sequence[WindowGrid]
+    blockers: int = 0  # claims before this one that have not left
+    dependents: list[Claim] = []  # claims that count this one among their blockers
+    abandoned: bool = False
 
     @property
     def ready(self) -> bool:
         return not self.blockers
 
 
-class _BlockUse:
+class _BlockUse(msgspec.Struct, eq=False):
     """The claims on one block that a new claim may have to wait for: the last writer and the readers since.
 
     sole: the only claim so far; None once there was a second one. All blocks that only this claim uses share the
         object.
     """
 
-    __slots__ = ("readers", "sole", "writer")
-
-    def __init__(self, claim: Claim, writes: bool) -> None:
-        self.sole: Claim | None = claim
-        self.writer = claim if writes else None
-        self.readers = {} if writes else {claim: None}  # a dict for its order: same blockers order in every run
-
-    def shared(self) -> _BlockUse:
-        """A use of its own for one block, which a second claim now uses as well."""
-        use = _BlockUse.__new__(_BlockUse)
-        use.sole, use.writer, use.readers = None, self.writer, dict(self.readers)
-        return use
+    sole: Claim | None
+    writer: Claim | None
+    readers: dict[Claim, None]  # a dict for its order: same blockers order in every run
 
 
 class HazardTable:
@@ -113,38 +101,21 @@ class HazardTable:
         """Add a claim behind all claims that it conflicts with. nbytes: counted by the table until the claim leaves."""
         claim = Claim(owner, footprint, nbytes, self, self.grids)
         blockers: dict[Claim, None] = {}
-        if claim.grids:
-            for windows, writes in (
-                (footprint.read_in(DEVICE), False),
-                (footprint.written_in(DEVICE), True),
-            ):
-                if windows:
-                    before = self._ranges.enter(claim, claim.grids, windows, writes=writes)
+        # Reads come before writes: a task that reads and writes one block does not wait for itself.
+        for named, writes in ((footprint.reads, False), (footprint.writes, True)):
+            for place, ids in named.items():
+                if place == DEVICE and claim.grids:
+                    before = self._ranges.enter(claim, claim.grids, ids, writes=writes) if ids else ()
                     blockers.update(dict.fromkeys(before))
-            claim.nbytes += EDGE_BYTES * len(blockers)  # one window may be in the way of any number of others
-        for uses, ids, writes in self._touched(claim):
-            # The usual case: no block is in use. One object for all of them saves most of the cost of a long task.
-            if len(ids) >= MANY and uses.keys().isdisjoint(ids):
-                uses.update(dict.fromkeys(ids, _BlockUse(claim, writes)))
-                continue
-            for block in ids:
-                use = uses.get(block)
-                if use is None:
-                    uses[block] = _BlockUse(claim, writes)
+                    claim.nbytes += EDGE_BYTES * len(before)  # one window may be in the way of any number of others
                     continue
-                # The first claim's object stands for all of its blocks: this block needs its own from now on.
-                if use.sole is not None:
-                    use = uses[block] = use.shared()
-                if use.writer is not None:
-                    blockers[use.writer] = None
-                if writes:
-                    # A stored object never changes under its key, so its readers do not delay a writer.
-                    if uses is not self._uses[STORAGE]:
-                        blockers.update(use.readers)
-                        use.readers = {}
-                    use.writer = claim
+                uses = self._uses[place]
+                use = _BlockUse(claim, claim if writes else None, {} if writes else {claim: None})
+                # The usual case: no block is in use. One object for all of them saves most of the cost of a long task.
+                if uses.keys().isdisjoint(ids):
+                    uses.update(dict.fromkeys(ids, use))
                 else:
-                    use.readers[claim] = None
+                    self._enter_behind(use, place, ids, blockers)
         blockers.pop(claim, None)  # a task that names a block twice
         claim.blockers = len(blockers)
         for blocker in blockers:
@@ -152,6 +123,27 @@ class HazardTable:
         self._claims += 1
         self.nbytes += claim.nbytes
         return claim
+
+    def _enter_behind(self, new: _BlockUse, place: str, ids: Sequence[Hashable], blockers: dict[Claim, None]) -> None:
+        """Note a new use of these blocks, and add to `blockers` the claims of earlier uses that it has to wait for."""
+        uses = self._uses[place]
+        for block in ids:
+            use = uses.setdefault(block, new)
+            if use is new:
+                continue
+            # The first claim's object stands for all of its blocks: this block needs its own from now on.
+            if use.sole is not None:
+                use = uses[block] = _BlockUse(None, use.writer, dict(use.readers))
+            if use.writer is not None:
+                blockers[use.writer] = None
+            if new.writer is None:
+                use.readers.update(new.readers)
+                continue
+            # A stored object never changes under its key, so its readers do not delay a writer.
+            if place != STORAGE:
+                blockers.update(use.readers)
+                use.readers = {}
+            use.writer = new.writer
 
     def leave(self, claim: Claim) -> list[Claim]:
         """The task is over, or was cancelled while queued. Returns the claims that became ready, in order.
@@ -183,7 +175,7 @@ class HazardTable:
     def check_targets(self, footprint: Footprint) -> None:
         """Raise RequestError if two device blocks to write share a byte: both would be written, in either order."""
         for grid in self.grids:
-            if (both := grid.overlapping(footprint.written_in(DEVICE))) is not None:
+            if (both := grid.overlapping(footprint.writes.get(DEVICE, ()))) is not None:
                 what = f"blocks {both[0]} and {both[1]} share bytes: windows of {grid.nbytes}, {grid.stride} apart"
                 raise RequestError(f"gpu_block_ids: {what}", code="duplicate_id")
 
@@ -195,24 +187,15 @@ class HazardTable:
         """No claim is left, not even an abandoned one."""
         return not (self._claims or self.nbytes or any(self._uses.values()))
 
-    def _touched(self, claim: Claim) -> list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]]:
-        """Return for each kind of blocks, but windows: their uses, their ids, and whether the claim writes them."""
-        touched: list[tuple[dict[Hashable, _BlockUse], Sequence[Hashable], bool]] = []
-        # Reads come before writes: a task that reads and writes one block does not wait for itself.
-        for blocks, writes in ((claim.footprint.reads, False), (claim.footprint.writes, True)):
-            for place, ids in blocks:
-                if place != DEVICE or not claim.grids:
-                    touched.append((self._uses[place], ids, writes))
-        return touched
-
     def forget(self, claim: Claim) -> None:
         """Take out a claim of this table whose blockers have left. Only `leave` calls it, of any table."""
         if claim.grids:
             self._ranges.leave(claim, claim.grids)
-        for uses, ids, _ in self._touched(claim):
+        for place, ids in (*claim.footprint.reads.items(), *claim.footprint.writes.items()):
+            uses = self._uses[place]
             for block in ids:
                 use = uses.get(block)
-                if use is None:  # the footprint names the block twice
+                if use is None:  # the footprint names the block twice, or it is a window
                     continue
                 if use.sole is claim:
                     del uses[block]
@@ -303,23 +286,18 @@ class Lanes:
                     return record
         return None
 
-    def moved(self, record: TaskState, old: State) -> None:
+    def moved(self, record: TaskState, old: State, now: float) -> None:
         """A task's state has changed from `old`."""
         load = self.loads[record.lane]
         if old is State.QUEUED:
             self.queued -= 1
         load.running += (record.state in AT_WORK) - (old in AT_WORK)
-
-    def spent(self, record: TaskState, now: float) -> None:
-        """A round of a task has ended."""
-        load, spent = self.loads[record.lane], now - record.admitted_at
-        load.seconds = spent if not load.seconds else 0.9 * load.seconds + 0.1 * spent
-
-    def leave(self, record: TaskState) -> None:
-        """A task was answered."""
-        load = self.loads[record.lane]
-        load.tasks -= 1
-        load.nbytes -= record.nbytes
+        if record.state is State.DONE:
+            load.tasks -= 1
+            load.nbytes -= record.nbytes
+            if old in AT_WORK:
+                spent = now - record.admitted_at
+                load.seconds = spent if not load.seconds else 0.9 * load.seconds + 0.1 * spent
 
     @property
     def waiting(self) -> dict[Lane, int]:
@@ -385,8 +363,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 AT_WORK = frozenset({State.RUNNING, State.CANCELLING})
 
 
-@dataclass(slots=True, eq=False)
-class TaskState:
+class TaskState(msgspec.Struct, eq=False):
     """One task that passed the checks. Only the dispatcher changes it."""
 
     task: Task | None  # None once done: alarms keep the record, and keys and token ids may be large
@@ -405,4 +382,4 @@ class TaskState:
     stop: Stop | None = None  # why it must stop, while cancelling
     withdrawn: ErrorInfo | None = None  # why its memory was taken away while it ran, which stops it
     forsaken_at: float = math.inf  # while cancelling: when ranks that have not arrived are left behind
-    straggling: set[int] = field(default_factory=set)  # once done: the ranks left behind
+    straggling: AbstractSet[int] = frozenset()  # once done: the ranks left behind
