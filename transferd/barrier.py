@@ -33,60 +33,44 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from transferd.errors import InvariantError, RankDied
+from transferd.runtime.aio import resolve
 from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, Stop, TaskResult
 
 Merge = Callable[[Sequence[RankOutcome]], TaskResult]
 
 
-class Round:
+class Round(msgspec.Struct, eq=False):
     """The meeting of all ranks on one task. Each task has a new one, so there is nothing to reset.
 
     outcomes: rank → its outcome, in the order of arrival. Only the barrier changes it.
     merged: the merged outcome of all ranks; None while open, and never changed once set.
     missing: live ranks that had not arrived when the round ended, ascending. They may still be working on the
         task's blocks. Empty while open, and for a round that `open` ended, because no rank had started.
+    waiters: those that wait for its end, in order.
     """
 
-    __slots__ = ("_merge", "_on_complete", "_waiters", "merged", "missing", "outcomes", "task_id")
-
-    def __init__(self, task_id: str, merge: Merge, on_complete: Callable[[Round], None] | None) -> None:
-        self.task_id = task_id
-        self.outcomes: dict[int, RankOutcome] = {}
-        self.merged: TaskResult | None = None
-        self.missing: tuple[int, ...] = ()
-        self._merge = merge
-        self._on_complete = on_complete
-        self._waiters: dict[asyncio.Future[None], None] | None = None  # a dict for its order
+    task_id: str
+    merge: Merge
+    on_complete: Callable[[Round], None] | None
+    outcomes: dict[int, RankOutcome] = {}
+    merged: TaskResult | None = None
+    missing: tuple[int, ...] = ()
+    waiters: dict[asyncio.Future[None], None] = {}
 
     async def wait(self) -> TaskResult:
         """Wait until the round ends. Any number of callers may wait; cancelling one does not affect the others."""
         if self.merged is None:
             waiter = asyncio.get_running_loop().create_future()
-            if self._waiters is None:
-                self._waiters = {}
-            self._waiters[waiter] = None
+            self.waiters[waiter] = None
             try:
                 await waiter
             finally:
-                self._waiters.pop(waiter, None)
+                del self.waiters[waiter]
         assert self.merged is not None
         return self.merged
-
-    def end(self) -> None:
-        """Merge the outcomes, wake the waiters, call `on_complete`. The barrier calls this once."""
-        if self.merged is not None:
-            raise InvariantError(f"a round ended twice: {self!r}")
-        outcomes = list(self.outcomes.values())
-        try:
-            self.merged = self._merge(outcomes)
-        except Exception as error:  # noqa: BLE001 - a bug in a merge must not cost the engine its answer
-            self.merged = _unmergeable(self.task_id, outcomes, error)
-        for waiter in self._waiters or ():
-            if not waiter.done():
-                waiter.set_result(None)
-        if self._on_complete is not None:
-            self._on_complete(self)
 
     def __repr__(self) -> str:
         if self.merged is None:
@@ -246,9 +230,19 @@ class RankBarrier:
     # --- inside -------------------------------------------------------------------------------------
 
     def _end(self, round_: Round) -> None:
-        """End a round that is no longer open and in which every rank has an outcome."""
+        """End a round that is no longer open and in which every rank has an outcome: merge, wake, call back. Once."""
+        if round_.merged is not None:
+            raise InvariantError(f"a round ended twice: {round_!r}")
         self.counts["completed"] += 1
-        round_.end()
+        outcomes = list(round_.outcomes.values())
+        try:
+            round_.merged = round_.merge(outcomes)
+        except Exception as error:  # noqa: BLE001 - a bug in a merge must not cost the engine its answer
+            round_.merged = _unmergeable(round_.task_id, outcomes, error)
+        for waiter in round_.waiters:
+            resolve(waiter, None)
+        if round_.on_complete is not None:
+            round_.on_complete(round_)
 
     def _absent(self, round_: Round) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.parties) if rank not in round_.outcomes)

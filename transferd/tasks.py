@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import msgspec
@@ -173,6 +173,7 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     traceparent: str | msgspec.UnsetType = msgspec.UNSET  # the W3C trace that its spans belong to
 
     lane: ClassVar[Lane]
+    none_found: ClassVar[Status] = Status.FAILED  # if no block counts as moved, and nothing went wrong
 
     @property
     def kind(self) -> str:
@@ -184,11 +185,60 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """How many blocks the task asks to move."""
         raise NotImplementedError
 
+    @property
+    def block_ids(self) -> list[int]:
+        """The ids that the result names."""
+        raise NotImplementedError
+
     def footprint(self) -> Footprint:
         raise NotImplementedError
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
+    def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:
+        """The positions that count as moved, ascending, if not every rank moved every block."""
         raise NotImplementedError
+
+    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
+        """What all ranks together have done. outcomes: one of each rank."""
+        wanted = self.blocks
+        # The usual case takes no step in Python for each rank.
+        complete = min(map(len, map(operator.attrgetter("moved"), outcomes)), default=-1) == wanted
+        ranks = [
+            RankResult(
+                rank=o.rank,
+                status=Status.OK
+                if o.error is None and len(o.moved) == wanted
+                else _status(len(o.moved), o.error, o.stop, self.none_found),
+                blocks=len(o.moved),
+                bytes=o.bytes,
+                queue_s=o.queue_s,
+                copy_s=o.copy_s,
+                storage_s=o.storage_s,
+                error=o.error,
+            )
+            for o in sorted(outcomes, key=operator.attrgetter("rank"))
+        ]
+        nbytes = sum(map(operator.attrgetter("bytes"), outcomes))
+        if complete:  # the task succeeded, even if it was stopped afterwards
+            ids = self.block_ids[:wanted]
+            return TaskResult(task_id=self.task_id, status=Status.OK, block_ids=ids, ranks=ranks, bytes=nbytes)
+        positions = self.in_common(outcomes)
+        stop = next((o.stop for o in outcomes if o.stop is not None), None)
+        error = _first_cause(outcomes, stop)
+        if error is None and self.none_found is Status.FAILED:
+            # Only a read may return fewer blocks without an error (they were not stored); for others it is our bug.
+            short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
+            what = f"rank {short} returned fewer blocks than requested and reported no error (bug)"
+            error = ErrorInfo("internal", what)
+        return TaskResult(
+            task_id=self.task_id,
+            status=_status(len(positions), error, stop, self.none_found),
+            # A flush of evicted blocks has keys but no device blocks.
+            block_ids=[self.block_ids[i] for i in positions] if self.block_ids else [],
+            ranks=ranks,
+            error=error,
+            bytes=nbytes,
+            not_admitted=max([o.not_admitted for o in outcomes], default=0),
+        )
 
 
 class _StorageTask(_Task, frozen=True, kw_only=True):
@@ -224,6 +274,10 @@ class _StorageTask(_Task, frozen=True, kw_only=True):
     def placed(self) -> dict[str, list[int]]:
         """The ids of the task's blocks, by where these are."""
         return {HOST: self.cpu_block_ids} if self.cpu_block_ids else {DEVICE: self.gpu_block_ids}
+
+    def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:
+        """The blocks that every rank moved, in task order."""
+        return _common(outcomes)
 
 
 class RankOutcome(msgspec.Struct, frozen=True):
@@ -384,60 +438,6 @@ def _status(moved: int, error: ErrorInfo | None, stop: Stop | None, none_found: 
     return Status.EXPIRED if stop is Stop.EXPIRED else none_found
 
 
-def _merge(
-    task: _StorageTask | _SwapTask,
-    outcomes: Sequence[RankOutcome],
-    in_common: Callable[[Sequence[RankOutcome]], Sequence[int]],
-    none_found: Status,
-) -> TaskResult:
-    """in_common: the positions that count as moved, ascending, if not every rank moved every block.
-
-    none_found: the status if there are none of them, and no error.
-    """
-    wanted = task.blocks
-    # The usual case takes no step in Python for each rank.
-    complete = min(map(len, map(operator.attrgetter("moved"), outcomes)), default=-1) == wanted
-    ranks = [
-        RankResult(
-            rank=o.rank,
-            status=Status.OK
-            if o.error is None and len(o.moved) == wanted
-            else _status(len(o.moved), o.error, o.stop, none_found),
-            blocks=len(o.moved),
-            bytes=o.bytes,
-            queue_s=o.queue_s,
-            copy_s=o.copy_s,
-            storage_s=o.storage_s,
-            error=o.error,
-        )
-        for o in sorted(outcomes, key=operator.attrgetter("rank"))
-    ]
-    nbytes = sum(map(operator.attrgetter("bytes"), outcomes))
-    if complete:  # the task succeeded, even if it was stopped afterwards
-        ids = task.block_ids[:wanted]
-        return TaskResult(task_id=task.task_id, status=Status.OK, block_ids=ids, ranks=ranks, bytes=nbytes)
-    positions = in_common(outcomes)
-    stop = next((o.stop for o in outcomes if o.stop is not None), None)
-    error = _first_cause(outcomes, stop)
-    if error is None and none_found is Status.FAILED:
-        # Only a read may return fewer blocks without an error (they were not stored); for others it is our bug.
-        short = ", ".join(str(o.rank) for o in outcomes if len(o.moved) < wanted) or "none"
-        error = ErrorInfo("internal", f"rank {short} returned fewer blocks than requested and reported no error (bug)")
-    # A flush of evicted blocks has keys but no device blocks.
-    block_ids = [task.block_ids[i] for i in positions] if task.block_ids else []
-    not_admitted = max([o.not_admitted for o in outcomes], default=0)
-    status = _status(len(positions), error, stop, none_found)
-    return TaskResult(
-        task_id=task.task_id,
-        status=status,
-        block_ids=block_ids,
-        ranks=ranks,
-        error=error,
-        bytes=nbytes,
-        not_admitted=not_admitted,
-    )
-
-
 def _prefix(moved: Sequence[int]) -> int:
     """Length of the prefix 0, 1, 2 … that `moved` starts with."""
     if isinstance(moved, range) and moved.start == 0 and moved.step == 1:
@@ -478,10 +478,6 @@ class WriteStorageTask(_StorageTask, frozen=True, kw_only=True, tag="write"):
 
     lane: ClassVar[Lane] = Lane.WRITE
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
-        """The blocks that every rank stored, in task order."""
-        return _merge(self, outcomes, _common, Status.FAILED)
-
     def footprint(self) -> Footprint:
         return Footprint(self.placed, {STORAGE: self.keys})
 
@@ -503,15 +499,16 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
     by_parts: bool | msgspec.UnsetType = msgspec.UNSET
 
     lane: ClassVar[Lane] = Lane.READ
+    none_found: ClassVar[Status] = Status.MISS
 
     @property
     def filled(self) -> dict[str, list[int]]:
         """What it writes: a block for each key, though it may name more."""
         return {place: ids[: len(self.keys)] for place, ids in self.placed.items()}
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
+    def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
-        return _merge(self, outcomes, _common_prefix if self.prefix else _common, Status.MISS)
+        return _common_prefix(outcomes) if self.prefix else _common(outcomes)
 
     def footprint(self) -> Footprint:
         return Footprint({STORAGE: self.keys}, self.filled)
@@ -559,9 +556,9 @@ class _SwapTask(_Task, frozen=True, kw_only=True):
         """The ids that the result names: the device blocks'."""
         return self.gpu_block_ids
 
-    def merge(self, outcomes: Sequence[RankOutcome]) -> TaskResult:
+    def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:  # noqa: ARG002
         """All blocks on all ranks, or none."""
-        return _merge(self, outcomes, lambda _: (), Status.FAILED)
+        return ()
 
 
 class SwapOutTask(_SwapTask, frozen=True, kw_only=True, tag="swap_out"):

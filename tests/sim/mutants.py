@@ -79,8 +79,8 @@ MUTANTS = (
     Mutant(
         "the result of the last rank is lost",
         "tasks.py",
-        'key=operator.attrgetter("rank"))\n    ]\n    nbytes',
-        'key=operator.attrgetter("rank"))[: max(1, len(outcomes) - 1)]\n    ]\n    nbytes',
+        'key=operator.attrgetter("rank"))\n        ]\n        nbytes',
+        'key=operator.attrgetter("rank"))[: max(1, len(outcomes) - 1)]\n        ]\n        nbytes',
     ),
     Mutant(
         "a read reports the longest prefix of any rank",
@@ -217,20 +217,20 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        self._set_alarm(self._now + record.task.timeout, record)",
-        "        pass",
+        "        if self._alarms.set(deadline, record):",
+        "        if False:",
     ),
     Mutant(
         "the slack after a deadline is not armed",
         "control/dispatcher.py",
-        "            self._set_alarm(record.forsaken_at, record)",
-        "            pass",
+        "            if self._alarms.set(record.forsaken_at, record):",
+        "            if False:",
     ),
     Mutant(
         "a task runs in the generation of its start",
         "control/dispatcher.py",
-        "        self._out.append(do.Start(record.task, record.generation, record.admitted_at))",
-        "        self._out.append(do.Start(record.task, self.generation, record.admitted_at))",
+        "                self._out.append(do.Start(record.task, record.generation, record.admitted_at))",
+        "                self._out.append(do.Start(record.task, self.generation, record.admitted_at))",
     ),
     Mutant(
         "a result is sent twice",
@@ -247,9 +247,8 @@ MUTANTS = (
     Mutant(
         "a known task runs again",
         "control/dispatcher.py",
-        '        elif kept is not None:\n            self._recorder.aside(task_id, "repeated"',
-        "        elif kept is not None:\n            return False\n"
-        '            self._recorder.aside(task_id, "repeated"',
+        "        if known is not None or kept is not None:",
+        "        if known is not None:",
     ),
     Mutant(
         "the queue has no bound",

@@ -251,7 +251,7 @@ RESULT_BYTES = 550
 _decoder = msgspec.msgpack.Decoder(TaskResult)
 
 
-class _KeptResult(msgspec.Struct, frozen=True, gc=False):
+class KeptResult(msgspec.Struct, frozen=True, gc=False):
     """A result, packed: almost none is ever needed again, and objects would take ten times the memory."""
 
     packed: bytes
@@ -262,10 +262,6 @@ class _KeptResult(msgspec.Struct, frozen=True, gc=False):
     @property
     def result(self) -> TaskResult:
         return _decoder.decode(self.packed)
-
-    @property
-    def nbytes(self) -> int:
-        return RESULT_BYTES + len(self.packed)
 
 
 class ResultCache:
@@ -278,7 +274,7 @@ class ResultCache:
         self._ttl = ttl
         self._most = most
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[str, _KeptResult] = OrderedDict()
+        self._kept: OrderedDict[str, KeptResult] = OrderedDict()
         self.nbytes = 0
 
     def keep(self, result: TaskResult, content: int, memory_epoch: int, now: float) -> None:
@@ -289,18 +285,18 @@ class ResultCache:
             return
         if result.task_id in self._kept:  # an expired one
             self.drop(result.task_id)
-        kept = self._kept[result.task_id] = _KeptResult(packed, content, memory_epoch, now + self._ttl)
-        self.nbytes += kept.nbytes
+        self._kept[result.task_id] = KeptResult(packed, content, memory_epoch, now + self._ttl)
+        self.nbytes += RESULT_BYTES + len(packed)
         self.forget(now)
 
-    def recall(self, task_id: str, now: float) -> _KeptResult | None:
+    def recall(self, task_id: str, now: float) -> KeptResult | None:
         """The task's kept result; None if there is none."""
         kept = self._kept.get(task_id)
         return None if kept is None or kept.expires <= now else kept
 
     def drop(self, task_id: str) -> None:
         if (kept := self._kept.pop(task_id, None)) is not None:
-            self.nbytes -= kept.nbytes
+            self.nbytes -= RESULT_BYTES + len(kept.packed)
 
     def forget(self, now: float) -> None:
         """Drop expired results, then the oldest ones until the bounds hold."""

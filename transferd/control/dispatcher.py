@@ -41,7 +41,7 @@ import msgspec
 
 from transferd.control import admission
 from transferd.control import instructions as do
-from transferd.control.admission import Limits, ResultCache
+from transferd.control.admission import KeptResult, Limits, ResultCache
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
@@ -146,7 +146,6 @@ class Dispatcher:
         self._out: list[do.Instruction] = []  # what it has led to so far
         self._memory_epoch = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
-        self._wake_at = math.inf  # the last WakeAt whose DeadlineReached has not come yet
         self._statuses: Counter[str] = Counter()
         self._rejects: Counter[str] = Counter()
 
@@ -213,7 +212,10 @@ class Dispatcher:
         again: the client will push it again, under the same seq. So a refusal is not answered.
         """
         push = Submission(client, seq, task, again)
-        if self._join(push):
+        known = self.records.get(task.task_id) or self._stragglers.get(task.task_id)
+        kept = self.results.recall(task.task_id, self._now)
+        if known is not None or kept is not None:
+            self._join(push, known, kept)
             return
         refusal = self._gate.refusal
         if refusal is not None:
@@ -223,7 +225,8 @@ class Dispatcher:
         try:
             admission.check_task(task, self.limits)
             footprint = admission.footprint_of(task, self.limits)
-            self.hazards.check_targets(footprint)
+            if self.hazards.grids:
+                self.hazards.check_targets(footprint)
         except RequestError as error:
             self._refuse(push, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
@@ -257,15 +260,10 @@ class Dispatcher:
             return
         self._admit(client, record, blocks, footprint)
 
-    def _join(self, push: Submission) -> bool:
-        """Handle a push of a known task_id. Returns False, and does nothing, if the id is unknown."""
-        task_id = push.task.task_id
-        record = self.records.get(task_id) or self._stragglers.get(task_id)
-        kept = self.results.recall(task_id, self._now)
-        if record is None and kept is None:
-            return False
-        asked_before = record.content if record is not None else kept.content if kept is not None else None
-        if asked_before != admission.content_hash(push.task):
+    def _join(self, push: Submission, record: TaskState | None, kept: KeptResult | None) -> None:
+        """Handle a push of a known task_id: that of a record, of a kept result, or of both."""
+        task_id, first = push.task.task_id, record or kept
+        if first is not None and first.content != admission.content_hash(push.task):
             what = f"another task was pushed under the id {task_id[:80]!r} before"
             self._refuse(push, Status.REJECTED, ErrorInfo("task_id_conflict", what))
         elif kept is not None and kept.memory_epoch != self._memory_epoch:  # its blocks went with the memory
@@ -283,7 +281,6 @@ class Dispatcher:
             self._waits.setdefault(push.client, {})[task_id] = record
         else:  # a straggling rank still holds its blocks, or it has too many waiters
             self._refuse(push, Status.BUSY, ErrorInfo("task_id_busy", "this task_id is in use"), RETRY_AFTER_S[1])
-        return True
 
     def _admit(self, client: bytes, record: TaskState, blocks: int, footprint: Footprint) -> None:
         task_id = record.task_id
@@ -292,7 +289,9 @@ class Dispatcher:
         self._waits.setdefault(client, {})[task_id] = record
         self._recorder.admitted(task_id, str(record.lane), blocks, client)
         assert record.task is not None
-        self._set_alarm(self._now + record.task.timeout, record)
+        deadline = self._now + record.task.timeout
+        if self._alarms.set(deadline, record):
+            self._out.append(do.WakeAt(deadline))
         self.lanes.enter(record)
         if not record.claim.blockers:
             self.lanes.ready(record)
@@ -327,21 +326,17 @@ class Dispatcher:
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
         try:
             while lanes.ready_tasks and (record := lanes.next_startable()) is not None:
-                self._start(record)
+                assert record.task is not None
+                assert record.claim is not None
+                sources = record.claim.footprint.reads.get(HOST)
+                if sources and (hollow := self._contents.hollow(sources)) is not None:
+                    self._finish_early(record, Status.FAILED, hollow)
+                    continue
+                self._move(record, State.RUNNING)
+                self._recorder.note(record.task_id, "started")
+                self._out.append(do.Start(record.task, record.generation, record.admitted_at))
         finally:
             self._starting = False
-
-    def _start(self, record: TaskState) -> None:
-        """Start a task whose turn has come, or fail one that reads host blocks that were never filled."""
-        assert record.task is not None
-        assert record.claim is not None
-        sources = record.claim.footprint.reads.get(HOST)
-        if sources and (hollow := self._contents.hollow(sources)) is not None:
-            self._finish_early(record, Status.FAILED, hollow)
-            return
-        self._move(record, State.RUNNING)
-        self._recorder.note(record.task_id, "started")
-        self._out.append(do.Start(record.task, record.generation, record.admitted_at))
 
     @event
     def round_merged(self, task_id: str, merged: TaskResult, missing: tuple[int, ...], settled: bool = True) -> None:
@@ -431,7 +426,6 @@ class Dispatcher:
     @event
     def deadline_reached(self) -> None:
         """The time of the last WakeAt has arrived. If more tasks are due than end in one step, the next one is now."""
-        self._wake_at = math.inf
         for record in self._alarms.due(self._now, AT_ONCE):
             if record.state is State.CANCELLING:
                 if self._now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
@@ -441,8 +435,7 @@ class Dispatcher:
             else:
                 self._end(record, Stop.EXPIRED)
         soonest = self._alarms.next()
-        if soonest < self._wake_at:
-            self._wake_at = soonest
+        if soonest < math.inf and do.WakeAt(soonest) not in self._out:
             self._out.append(do.WakeAt(soonest))
 
     def _end(self, record: TaskState, reason: Stop) -> None:
@@ -455,7 +448,8 @@ class Dispatcher:
             self._recorder.note(record.task_id, "stopping", reason)
             self._out.append(do.StopTask(record.task_id, reason))
             record.forsaken_at = self._now + self.limits.server.deadline_slack
-            self._set_alarm(record.forsaken_at, record)
+            if self._alarms.set(record.forsaken_at, record):
+                self._out.append(do.WakeAt(record.forsaken_at))
 
     @event
     def abandon_queue(self) -> None:
@@ -600,11 +594,3 @@ class Dispatcher:
             raise InvariantError(f"{task_id!r} cannot go from {record.state} to {state}\n{story}")
         old, record.state = record.state, state
         self.lanes.moved(record, old, self._now)
-
-    # --- alarms -------------------------------------------------------------------------------------
-
-    def _set_alarm(self, when: float, record: TaskState) -> None:
-        self._alarms.set(when, record)
-        if when < self._wake_at:  # else a WakeAt for this time or an earlier one is pending
-            self._wake_at = when
-            self._out.append(do.WakeAt(when))

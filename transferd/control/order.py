@@ -317,13 +317,16 @@ class Alarms(Generic[T]):
         self._number = 0  # breaks ties in the order of setting
         self._live_at_last_look = 0
 
-    def set(self, when: float, subject: T) -> None:
+    def set(self, when: float, subject: T) -> bool:
+        """Returns False if an alarm for that time, or an earlier one, was set before: its caller wakes up then."""
+        soonest = not self._heap or when < self._heap[0][0]
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, subject))
         if len(self._heap) > 64 + 2 * self._live_at_last_look:
             self._heap = [alarm for alarm in self._heap if not self._over(alarm[2])]
             heapq.heapify(self._heap)
             self._live_at_last_look = len(self._heap)
+        return soonest
 
     def due(self, now: float, most: int) -> list[T]:
         """Remove and return at most so many subjects whose time has come and that are not over, soonest first."""
