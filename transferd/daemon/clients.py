@@ -32,6 +32,7 @@ class KnownClient:
     came_at: float
     seen_at: float
     connection: ServerPeer | None = None  # None if it had ended already when its first message was handled
+    observer: bool = False  # it may only ask for reports
     hello_requested: bool = False  # we have asked it to say Hello, because a newer session has begun
     behind: bool = False  # its newest message was of an earlier session; it will resend that message
     engine_name: str = ""  # from its Hello; "" before the first one
@@ -50,11 +51,6 @@ class KnownClient:
     def belongs(self) -> bool:
         """Whether it is a part of its engine; else it may only control the engine."""
         return self.engine is not None and self.refused is None
-
-    @property
-    def observer(self) -> bool:
-        """Whether it may only ask for reports."""
-        return self.connection is not None and self.connection.observer
 
     @property
     def who(self) -> tuple[int | None, int | None]:
@@ -107,8 +103,9 @@ class Clients:
 
     def meet(self, peer: bytes, now: float) -> KnownClient:
         """Register a client at its first message."""
-        session = next(self._sessions)
-        client = self._peers[peer] = KnownClient(peer, session, session, now, now, self.transport.peer(peer))
+        session, connection = next(self._sessions), self.transport.peer(peer)
+        observer = connection is not None and connection.observer
+        client = self._peers[peer] = KnownClient(peer, session, session, now, now, connection, observer)
         self.recorder.aside("", "client came", peer, client.session)
         return client
 
@@ -164,11 +161,12 @@ class Clients:
 
         Raises what sending raises; the client then repeats its request, as after any lost answer.
         """
+        there = False
         try:
-            self.send(client, seq, wire.Result(result))
-        except Exception:
-            self._answer_lost(client, seq)
-            raise
+            there = self._sent(client, wire.encode_reply(seq, wire.Result(result)))
+        finally:
+            if not there:
+                self._answer_lost(client, seq)
 
     def progressed(self, client: bytes, seq: int, layers: int) -> None:
         """Report the part of a task that is there. If the report is lost, the result still comes."""

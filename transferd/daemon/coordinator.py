@@ -34,7 +34,7 @@ from transferd.observability.task_log import Ran
 from transferd.runtime.aio import Timer
 from transferd.runtime.clock import Clock
 from transferd.storage.lru import Use
-from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult
+from transferd.tasks import ErrorInfo, RankOutcome, Status, Stop, Task, TaskResult, WriteStorageTask
 from transferd.workers.job import Job
 from transferd.workers.rank import RankWorker
 
@@ -287,8 +287,8 @@ class Coordinator:
             started_at=now,
             queue_s=now - start.admitted_at,
             use=Use(owner=self.owner),
+            part_there=self._part_there,
         )
-        job.part_there = self._part_there
         self._jobs[task.task_id] = job
         try:
             self.barrier.open(task.task_id, task.merge, self._round_complete)
@@ -397,11 +397,12 @@ class Coordinator:
         job = self._jobs.pop(round_.task_id)
         merged = round_.merged
         assert merged is not None
-        if job.shrunk and merged.block_ids:  # objects that a rank had stored may have been evicted since
+        # Objects that a rank had stored may have been evicted since.
+        if isinstance(job.task, WriteStorageTask) and job.shrunk and merged.block_ids:
             merged = job.task.merge([self.workers[o.rank].confirmed(job, o) for o in round_.outcomes.values()])
         self._ran[round_.task_id] = Ran(job.admitted_at, job.started_at, job.arrivals)
         missing = round_.missing
-        if missing or not self.dispatcher.alive:
+        if missing or self.barrier.dead:
             # Ranks that have not arrived must not touch blocks beyond their current copy. `missing` has live ranks
             # only, but copies of a dead rank may still wait for a thread, and must never begin.
             job.stop.set(Stop.EXPIRED)

@@ -7,8 +7,9 @@ import bisect
 import operator
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import msgspec
 
 from transferd.blocks.copyplan import CopyPlan, plan_copy
 from transferd.blocks.formats import ObjectFormat
@@ -29,8 +30,7 @@ T = TypeVar("T")
 MOST_PLANS = 16  # plans kept per task: its ranks are rarely further apart
 
 
-@dataclass(slots=True, eq=False)
-class StopSignal:
+class StopSignal(msgspec.Struct, eq=False):
     """Makes every rank of one task end early, and wakes those that are waiting.
 
     Set once and never cleared. It does not abort bytes in flight: a waiter stops waiting for them, and the
@@ -38,9 +38,9 @@ class StopSignal:
     """
 
     reason: Stop | None = None
-    _waiters: set[asyncio.Future[None]] = field(default_factory=set)
+    _waiters: set[asyncio.Future[None]] = set()
     # futures of each running copy; keyed by id() because lists do not hash
-    _copies: dict[int, list[asyncio.Future[Any]]] = field(default_factory=dict)
+    _copies: dict[int, list[asyncio.Future[Any]]] = {}
 
     def set(self, reason: Stop) -> None:
         if self.reason is None:
@@ -96,8 +96,7 @@ class StopSignal:
         return future.done()
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A started task, shared by all its ranks. It caches what is the same for each rank."""
 
     task: Task
@@ -106,17 +105,17 @@ class Job:
     admitted_at: float  # monotonic seconds
     started_at: float  # monotonic seconds
     queue_s: float  # how long the task waited for its start
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (rank, when it arrived), in order
-    stop: StopSignal = field(default_factory=StopSignal)
-    use: Use = field(default_factory=Use)  # groups every rank's storage accesses as one use (storage/lru.py)
-    # of a task that names several chains of blocks: where each begins among its keys, and its use; the first is `use`
-    runs: list[tuple[int, Use]] = field(default_factory=list)
+    arrivals: list[tuple[int, float]] = []  # (rank, when it arrived), in order
+    stop: StopSignal = msgspec.field(default_factory=StopSignal)
+    use: Use = msgspec.field(default_factory=Use)  # groups every rank's storage accesses as one use (storage/lru.py)
+    # of a task with keys: where each chain of blocks begins among these, and its use; the first is `use`
+    runs: list[tuple[int, Use]] = []
     # the part of each key that goes into its object name, in order; empty before `key_ids`, and for swaps
     ids: Sequence[str] = ()
     # called with the job, a rank and a number of layers, when all of the task's blocks have these first layers there
     part_there: Callable[[Job, int, int], None] = lambda job, rank, layers: None  # noqa: ARG005
-    parts: dict[int, set[int]] = field(default_factory=dict)  # by number of layers, the ranks that have these layers
-    _plans: dict[Hashable, CopyPlan] = field(default_factory=dict)
+    parts: dict[int, set[int]] = {}  # by number of layers, the ranks that have these layers
+    _plans: dict[Hashable, CopyPlan] = {}
 
     def __post_init__(self) -> None:
         task, use = self.task, self.use
@@ -124,13 +123,14 @@ class Job:
         if not isinstance(task, WriteStorageTask | ReadStorageTask):
             return
         start = task.start_write_block_idx if isinstance(task, WriteStorageTask) else task.start_read_block_idx
-        begins = [(at, depth) for at, depth, _ in task.chains or ()] or [(0, start)]
-        ends = [*(at for at, _ in begins[1:]), self.blocks]
-        self.runs = [(at, use if not at else Use(owner=use.owner)) for at, _ in begins]
-        for (at, one), (_, depth), end in zip(self.runs, begins, ends, strict=True):
+        end = self.blocks
+        for at, depth, _ in reversed(task.chains or [(0, start, "")]):
+            one = Use(owner=use.owner) if at else use
             one.start, one.until = depth, use.until
             if isinstance(task, WriteStorageTask):
-                one.stop, one.shared = depth + end - at, task.shared is True
+                one.stop, one.shared, end = depth + end - at, task.shared is True, at
+            self.runs.append((at, one))
+        self.runs.reverse()
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
         """Compute `ids`. Only the first rank needs to: all ranks use the same format for object names."""
@@ -171,13 +171,12 @@ class Job:
         return plan
 
 
-@dataclass(slots=True)
-class Share:
+class Share(msgspec.Struct, eq=False):
     """A job on one rank. `outcome` turns what it has done into a RankOutcome."""
 
     job: Job
     context: RankContext
-    moved: list[int] = field(default_factory=list)  # the positions of blocks that have moved
+    moved: list[int] = []  # the positions of blocks that have moved
     bytes: int = 0  # that have moved
     error: ErrorInfo | None = None  # the first one
     lost: bool = False  # whether `error` is the loss of the device

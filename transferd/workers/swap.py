@@ -25,41 +25,38 @@ class Swapper:
         self._piece_blocks = max(1, context.staging.nbytes // UNDER_WAY // context.layout.block_bytes)
 
     async def run(self, job: Job) -> RankOutcome:
-        share, begun, size = Share(job, self._context), self._context.clock.monotonic(), self._piece_blocks
-        pieces = [range(start, min(start + size, job.blocks)) for start in range(0, job.blocks, size)]
-        if len(pieces) == 1:  # it overlaps with none, so it needs no asyncio task
-            await self._piece(share, pieces[0])
+        share, begun, positions = Share(job, self._context), self._context.clock.monotonic(), range(job.blocks)
+        starts = positions[:: self._piece_blocks]
+        if len(starts) == 1:  # it overlaps with none, so it needs no asyncio task
+            await self._piece(share, positions)
         else:
+            pieces = (positions[start : start + self._piece_blocks] for start in starts)
             await share.overlapped((self._piece(share, piece) for piece in pieces), UNDER_WAY)
         share.copy_s = self._context.clock.monotonic() - begun
         return share.outcome()
 
     async def _piece(self, share: Share, piece: range) -> bool:
         """Copy a piece and add it to the share. Returns False after an error: then begin no more."""
-        if share.stopped is not None or share.error is not None:
+        device, job, task = self._context.device, share.job, share.job.task
+        assert isinstance(task, SwapOutTask | SwapInTask)
+        if job.stop.reason is not None or share.error is not None:
             return False
         if piece.start:  # the first piece has the step "started"
             share.step("copy", len(piece))
         try:
-            if (nbytes := await self._copy(share, piece)) is not None:
-                share.done(piece, nbytes)
+            if task.after and not await share.computed():
+                return True
+            host, gpu = require(self._context.host), task.gpu_block_ids[piece.start : piece.stop]
+            cpu = task.cpu_block_ids[piece.start : piece.stop]
+            ours, theirs = device.arena.geometry, host.arena.geometry
+            if isinstance(task, SwapOutTask):
+                plan = job.copy_plan(ours, gpu, theirs, cpu)
+                copying = device.copy_out(plan, host.memory)
+            else:
+                plan = job.copy_plan(theirs, cpu, ours, gpu)
+                copying = device.copy_in(plan, host.memory)
+            if await job.stop.copied(copying):
+                share.done(piece, plan.nbytes)
         except TransferError as error:
             share.failed(error)
         return share.error is None
-
-    async def _copy(self, share: Share, piece: range) -> int | None:
-        """Move a piece. Returns its bytes, or None if the task was stopped before every byte had moved."""
-        device, task = self._context.device, share.job.task
-        assert isinstance(task, SwapOutTask | SwapInTask)
-        if not await share.computed():
-            return None
-        host, gpu = require(self._context.host), task.gpu_block_ids[piece.start : piece.stop]
-        cpu = task.cpu_block_ids[piece.start : piece.stop]
-        ours, theirs = device.arena.geometry, host.arena.geometry
-        if isinstance(task, SwapOutTask):
-            plan = share.job.copy_plan(ours, gpu, theirs, cpu)
-            copying = device.copy_out(plan, host.memory)
-        else:
-            plan = share.job.copy_plan(theirs, cpu, ours, gpu)
-            copying = device.copy_in(plan, host.memory)
-        return plan.nbytes if await share.job.stop.copied(copying) else None
