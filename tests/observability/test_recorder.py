@@ -105,8 +105,8 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
                 word = call.args[0 if of_share else 1]
                 if isinstance(word, ast.Constant) and isinstance(word.value, str):
                     found.add(word.value)
-            if call.func.attr == "for_call" and of_share:  # which steps
-                found.add(ast.literal_eval(call.args[1]))
+            if call.func.attr == "called" and of_share:  # which steps
+                found.update(ast.literal_eval(word.value) for word in call.keywords if word.arg == "step")
             if call.func.attr in ("note", "aside") and mine:
                 kind = call.args[1]
                 assert not call.keywords

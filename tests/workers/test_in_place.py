@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn
@@ -30,12 +31,15 @@ from transferd.blocks.formats import FOOTER_BYTES
 from transferd.blocks.layout import Geometry, build_layout
 from transferd.config import CacheSection
 from transferd.errors import StorageError
+from transferd.runtime.aio import answered
+from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
-from transferd.storage.base import Drainer, Item, Outcome
+from transferd.storage.base import FOUND, Drainer, Item, Outcome
 from transferd.tasks import Lane, ReadStorageTask, Stop
 from transferd.workers import cpu_blocks
 from transferd.workers import read as read_module
 from transferd.workers.cpu_blocks import NATIVE, BlockDrain, Loan, pieces_of
+from transferd.workers.rank import RankWorker
 
 _inplace: Any = getattr(cpu_blocks, "_inplace", None)  # there is none without a compiler
 pytestmark = pytest.mark.skipif(not NATIVE, reason="the installation had no compiler")
@@ -103,6 +107,33 @@ async def test_one_block_is_loaded_or_missed_without_a_lookup(
     gone = await rig.run(read(["never stored"], TARGET[1:2]))
     assert (list(there.moved), list(gone.moved), there.error, gone.error) == ([0], [], None, None)
     assert blocks(rig, TARGET) == [rig.block(SOURCE[0]), *before[1:]]
+
+
+async def test_the_time_of_a_load_that_ends_before_its_call_returns_is_storages(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [5.0]
+    rig.worker = RankWorker(dataclasses.replace(rig.context, clock=Clock(monotonic=lambda: now[0])))
+
+    def load(*_: object) -> Awaitable[list[Outcome]]:
+        now[0] += 2.0
+        return answered([FOUND])
+
+    monkeypatch.setattr(storage, "load", load)
+    assert (await rig.run(read(KEYS[:1], TARGET[:1]))).storage_s == 2.0
+
+
+async def test_a_load_that_raises_before_it_returns_keeps_no_slot(
+    rig: Rig, storage: Warm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> NoReturn:
+        raise StorageError("no memory")
+
+    monkeypatch.setattr(storage, "load", load)
+    storage.slots_at_once = 1
+    outcome = await rig.run(read(KEYS[:1], TARGET[:1]))
+    assert outcome.error is not None
+    assert (outcome.error.message, list(outcome.moved), rig.slots_used) == ("no memory", [], 0)
 
 
 async def test_a_device_that_the_cpu_cannot_address_is_read_through_staging(rig: Rig, storage: Warm) -> None:

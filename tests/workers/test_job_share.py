@@ -87,7 +87,7 @@ async def test_slots_come_back_when_the_call_ends_even_if_nobody_waits_for_it(ri
     assert lease is not None
     assert rig.slots_used == 1
     answer: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
-    begun = share.begin(answer, lease)
+    begun = share.begin(lambda *_: answer, [], None, [], lease)
     share.job.stop.set(Stop.CANCELLED)
     assert not await share.answered(begun)
     assert rig.slots_used == 1, "the call may still write to them"
@@ -110,7 +110,7 @@ async def test_the_time_that_storage_took_is_that_of_the_wait_and_of_calls_that_
     assert await share.answered(answer), "there is nothing to wait for"
     assert share.outcome().storage_s == waited
 
-    assert share.begin(answered([STORED]), None).done()
+    assert share.begin(lambda *_: answered([STORED]), [], None, []).done()
     assert waited < share.outcome().storage_s <= share.context.clock.monotonic() - began
 
 
@@ -137,7 +137,7 @@ async def test_slots_that_are_granted_after_a_stop_come_back_at_once(rig: Rig, s
 async def test_a_call_that_cannot_begin_keeps_no_slot(rig: Rig, share: Share) -> None:
     lease = await share.lease("write", 1)
     with pytest.raises(TypeError):
-        share.begin(None, lease)  # type: ignore[arg-type]
+        share.begin(lambda *_: None, [], None, [], lease)  # type: ignore[arg-type]
     assert rig.slots_used == 0
 
 
@@ -145,7 +145,7 @@ async def test_slots_that_a_slow_level_still_reads_stay_lent_after_the_answer(ri
     loop = asyncio.get_running_loop()
     lease, returned = await share.lease("write", 1), loop.create_future()
     answer: asyncio.Future[list[Outcome]] = loop.create_future()
-    share.begin(answer, lease)
+    share.begin(lambda *_: answer, [], None, [], lease)
     answer.set_result(Outcomes([STORED], returned))
     await asyncio.sleep(0)
     assert (rig.slots_used, len(rig.background)) == (1, 1)

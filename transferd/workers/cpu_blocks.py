@@ -144,11 +144,11 @@ class CpuMemory:
         context, on_host = self._context, share.on_host
         if not ((on_host or context.device.addressable) and context.format.checked_bytes):
             return None
-        memory = self._memory.get(on_host)
-        if memory is None or memory.arena is not share.arena:
+        memory, arena = self._memory.get(on_host), share.arena
+        if memory is None or memory.arena is not arena:
             layout = context.layout
             ends = [nbytes for _, nbytes in layout.part_ends]
-            memory = BlockMemory(share.arena, layout.packed(1, context.format.slot_bytes), ends)
+            memory = BlockMemory(arena, layout.packed(1, context.format.slot_bytes), ends)
             self._memory[on_host] = memory
         return None if memory.native is None else CpuBlocks(share, memory)
 

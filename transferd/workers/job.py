@@ -26,6 +26,7 @@ from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 
 T = TypeVar("T")
+Call = Callable[[Sequence[Item], T, Sequence[memoryview]], Awaitable[list[Outcome]]]
 
 MOST_PLANS = 16  # plans kept per task: its ranks are rarely further apart
 
@@ -245,10 +246,6 @@ class Share(msgspec.Struct, eq=False):
         self.moved.extend(positions)
         self.bytes += nbytes
 
-    @property
-    def stopped(self) -> Stop | None:
-        return self.job.stop.reason
-
     async def copied(self, copying: Coroutine[Any, Any, None], blocks: int) -> bool:
         """Await a copy of so many blocks. Returns False if the task was stopped before every byte had moved."""
         self.step("copy", blocks)
@@ -299,22 +296,22 @@ class Share(msgspec.Struct, eq=False):
         acquiring.add_done_callback(lambda late: late.result().release())
         return None
 
-    async def for_call(
-        self, consumer: str, step: str, blocks: int, needed: int
-    ) -> tuple[Lease | None, Sequence[memoryview]]:
-        """Slots for a call for so many blocks that storage's threads copy themselves; none if the task was stopped.
+    async def called(
+        self, call: Call[T], items: Sequence[Item], copier: T, *, consumer: str, step: str, needed: int
+    ) -> asyncio.Future[list[Outcome]] | None:
+        """Begin a call to storage whose threads copy the blocks themselves. Returns None if the task was stopped first.
 
         needed: the most slots that the call can use at a time; 0 for objects in storage's own memory.
         """
         lease, staging = None, self.context.staging
         if needed:
-            lease = await self.lease(consumer, staging.slots_at_once(consumer, min(blocks, needed)))
-        if self.job.stop.reason is None:
-            self.step(step, blocks)
-        elif lease is not None:
-            lease.release()
-            lease = None
-        return lease, () if lease is None else staging.views(lease)
+            lease = await self.lease(consumer, staging.slots_at_once(consumer, min(len(items), needed)))
+        if self.job.stop.reason is not None:
+            if lease is not None:
+                lease.release()
+            return None
+        self.step(step, len(items))
+        return self.begin(call, items, copier, () if lease is None else staging.views(lease), lease)
 
     async def overlapped(self, works: Iterable[Coroutine[Any, Any, bool]], most: int) -> None:
         """Run works, `most` at a time, until one returns that more are useless, or the task is stopped.
@@ -325,7 +322,7 @@ class Share(msgspec.Struct, eq=False):
         try:
             for work in works:
                 under_way.append(self.context.background.begin(work))
-                if (len(under_way) == most and not await under_way.popleft()) or self.stopped is not None:
+                if (len(under_way) == most and not await under_way.popleft()) or self.job.stop.reason is not None:
                     break
             while under_way:
                 await under_way.popleft()
@@ -333,11 +330,16 @@ class Share(msgspec.Struct, eq=False):
             if under_way:
                 await asyncio.wait(under_way)
 
-    def begin(self, call: Awaitable[list[Outcome]], lease: Lease | None) -> asyncio.Future[list[Outcome]]:
-        """Begin a call to storage, and release the lease once the call no longer touches the slots."""
+    def begin(
+        self, call: Call[T], items: Sequence[Item], copier: T, slots: Sequence[memoryview], lease: Lease | None = None
+    ) -> asyncio.Future[list[Outcome]]:
+        """Begin a call to storage.
+
+        lease: that of the slots, to release once the call no longer touches them; None if the caller does that.
+        """
         before = self.context.clock.monotonic()
         try:
-            begun = self.context.background.begin(call)
+            begun = self.context.background.begin(call(items, copier, slots))
         except BaseException:
             if lease is not None:
                 lease.release()
@@ -370,7 +372,7 @@ class Share(msgspec.Struct, eq=False):
             bytes=self.bytes,
             error=None if complete else self.error or self._why_not_admitted,
             lost=self.lost and not complete,
-            stop=None if complete else self.stopped,
+            stop=None if complete else self.job.stop.reason,
             queue_s=self.job.queue_s,
             copy_s=self.copy_s,
             storage_s=self.storage_s,

@@ -52,7 +52,7 @@ class PartLoad:
         for part, (layers, _) in enumerate(layout.part_ends):
             before = len(positions)
             positions = await self._load_part(part, positions)
-            if share.stopped is not None or not positions:
+            if share.job.stop.reason is not None or not positions:
                 break
             whole = whole and len(positions) == before
             if whole and part < self.blocks.parts - 1:
@@ -77,11 +77,10 @@ class PartLoad:
         parts = [item._replace(span=span, use=self._again if part else item.use) for item in items]
         drain = BlockDrain(self.blocks, positions, part, [self._states[position] for position in positions])
         needed = slots_for(source, [item.name for item in items])
-        lease, slots = await share.for_call(CONSUMER, "load a part in place", len(positions), needed)
-        if share.stopped is not None:
-            return False
-        loading = share.begin(source.load(parts, drain, slots), lease)
-        if not await share.answered(loading):
+        loading = await share.called(
+            source.load, parts, drain, consumer=CONSUMER, step="load a part in place", needed=needed
+        )
+        if loading is None or not await share.answered(loading):
             return False
         for i, (position, outcome) in enumerate(zip(positions, loading.result(), strict=True)):
             if i in drain.damages:

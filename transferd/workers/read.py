@@ -98,7 +98,9 @@ class Reader:
         finally:
             if blocks is not None:
                 await blocks.end()
-        if not source.asks_first and share.error is None and share.stopped is None:  # else `_found` has counted them
+        if (
+            not source.asks_first and share.error is None and share.job.stop.reason is None
+        ):  # else `_found` has counted them
             self.missed += job.blocks - self._loaded(share)
         return share.outcome()
 
@@ -178,13 +180,13 @@ class _Load:
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
                 for _ in range(2 * self.source.tries - 1):
-                    if not again or self.share.stopped is not None:
+                    if not again or self.share.job.stop.reason is not None:
                         break
                     again = await self._by_slots(again)
         except TransferError as error:
             self.share.failed(error)
             return False
-        return self.good == len(self.positions) or not (self.share.prefix or self.share.stopped)
+        return self.good == len(self.positions) or not (self.share.prefix or self.share.job.stop.reason)
 
     async def _in_place(self) -> Sequence[int]:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
@@ -192,10 +194,9 @@ class _Load:
         assert blocks is not None
         items, drain = share.items(positions), BlockDrain(blocks, positions)
         needed = slots_for(source, [item.name for item in items]) if source.slots_at_once else 0
-        lease, slots = await share.for_call(CONSUMER, "load in place", len(positions), needed)
-        if share.stopped is not None:
+        loading = await share.called(source.load, items, drain, consumer=CONSUMER, step="load in place", needed=needed)
+        if loading is None:
             return ()
-        loading = share.begin(source.load(items, drain, slots), lease)
         if not await share.answered(loading):
             # The stopped task no longer waits, but a damaged object must not be loaded again.
             loading.add_done_callback(lambda done: self._note_damage(drain, done))
@@ -257,15 +258,13 @@ class _Load:
         loading: asyncio.Future[list[Outcome]] | None = None
         try:
             share.step("fetch", len(positions))
-            loading = share.context.background.begin(
-                self.source.load(share.items(positions), None, staging.views(lease))
-            )
+            loading = share.begin(self.source.load, share.items(positions), None, staging.views(lease))
             if not await share.answered(loading):
                 return ()
             outcomes = loading.result()
             at = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [positions[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
-            if at and share.stopped is None and await share.computed():
+            if at and share.job.stop.reason is None and await share.computed():
                 levels = {i: outcomes[i].level for i in at}
                 again += await self._scatter([positions[i] for i in at], lease, at, levels)
             for outcome in outcomes:

@@ -91,13 +91,14 @@ class StorageSink:
         return self._missing[start : self._next]
 
     async def _look_up(self, share: Share) -> Sequence[int]:
-        stored = share.job.by_run(share.names, self._storage.index.stored)
+        names = share.names
+        stored = share.job.by_run(names, self._storage.index.stored)
         if stored is None:  # without an index, `exists` asks the medium itself
-            asked = share.context.background.begin(self._storage.exists(share.names))
+            asked = share.context.background.begin(self._storage.exists(names))
             if not await share.answered(asked):
                 return ()
             stored = asked.result()
-        else:  # the index may be wrong about the medium
+        elif any(stored):  # the index may be wrong about the medium
             stored = await self._looked_at(share, stored)
             if stored is None:
                 return ()
@@ -151,7 +152,7 @@ class StorageSink:
         None if the task was stopped before the medium has answered: then nothing is known to be there.
         """
         there = [i for i, found in enumerate(stored) if found]
-        look = self._storage.index.look([share.names[i] for i in there]) if there else None
+        look = self._storage.index.look([share.names[i] for i in there])
         if look is None:
             return stored
         asked = share.context.background.begin(look)
@@ -202,7 +203,8 @@ class Writer:
         share = Share(job, self._context)
         sink = StorageSink(require(self._context.storage), self._context.admission)
         await self.send(share, sink)
-        await sink.proven(share)
+        if sink.promised:
+            await sink.proven(share)
         return share.outcome()
 
     async def send(self, share: Share, sink: Sink) -> None:
@@ -227,7 +229,10 @@ class Writer:
                     await asyncio.sleep(0)
                 if in_place is not None and len(in_flight) == IN_PLACE_UNDER_WAY:  # leases bound the other way
                     await share.job.stop.race(in_flight[0].stored)
-                self._collect(share, sink, in_flight, left)
+                for chunk in [*in_flight]:
+                    if chunk.stored.done():
+                        in_flight.remove(chunk)
+                        self._take(share, sink, chunk, left)
                 if share.error is not None or (blocks is not None and blocks.lost is not None):
                     break
         except TransferError as error:
@@ -253,11 +258,11 @@ class Writer:
     async def _in_place(self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks) -> _Chunk | None:
         """Have the sink's threads make the objects. Returns None if the task was stopped first."""
         needed = sink.slots_at_once or 0  # 0: objects are made in the sink's own memory
-        lease, slots = await share.for_call(CONSUMER, "put", len(positions), needed)
-        if share.stopped is not None:
-            return None
-        call = sink.store(share.items(positions), BlockFill(blocks, positions), slots)
-        return _Chunk(positions, share.begin(call, lease))
+        fill = BlockFill(blocks, positions)
+        stored = await share.called(
+            sink.store, share.items(positions), fill, consumer=CONSUMER, step="put", needed=needed
+        )
+        return None if stored is None else _Chunk(positions, stored)
 
     async def _by_slots(
         self, share: Share, sink: Sink, positions: Sequence[int], blocks: CpuBlocks | DeviceBlocks
@@ -270,20 +275,15 @@ class Writer:
             if not (await share.computed() and await blocks.gather(positions, lease)):
                 lease.release()
                 return None
-            share.step("put", len(positions))
-            call = sink.store(share.items(positions), None, self._context.staging.views(lease))
         except BaseException:
             lease.release()
             raise
-        return _Chunk(positions, share.begin(call, lease))
-
-    def _collect(self, share: Share, sink: Sink, in_flight: list[_Chunk], left: _Left) -> None:
-        """Account for the stores that have ended so far."""
-        for chunk in [chunk for chunk in in_flight if chunk.stored.done()]:
-            in_flight.remove(chunk)
-            self._take(share, sink, chunk, left)
+        share.step("put", len(positions))
+        slots = self._context.staging.views(lease)
+        return _Chunk(positions, share.begin(sink.store, share.items(positions), None, slots, lease))
 
     def _take(self, share: Share, sink: Sink, chunk: _Chunk, left: _Left) -> None:
+        """Account for a store that has ended."""
         try:
             outcomes = chunk.stored.result()
         except TransferError as error:
@@ -295,7 +295,9 @@ class Writer:
         for outcome in outcomes:
             if outcome.error is not None:
                 share.failed(outcome.error)
-        if isinstance(outcomes, Outcomes) and share.stopped is None:  # a level hung; a stopped task sends no more
+        if (
+            isinstance(outcomes, Outcomes) and share.job.stop.reason is None
+        ):  # a level hung; a stopped task sends no more
             both = zip(chunk.positions, outcomes, strict=True)
             if not left.add([i for i, outcome in both if outcome.found is Found.LEFT]):
                 share.failed(StorageUnavailable("every level of storage hangs that could take the blocks"))
