@@ -158,7 +158,10 @@ def _check_write(task: WriteStorageTask, limits: Limits) -> None:
 
 
 def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits: Limits) -> tuple[int, str, int]:
-    """The checks that reads and writes share. Returns how many keys there are, and `_check_tier`."""
+    """The checks that reads and writes share.
+
+    Returns how many keys there are, the field that names the blocks, and how many blocks its tier has.
+    """
     if isinstance(task, SendTask | ReceiveTask):
         _check_direct(task, limits)
     elif not limits.storage:
@@ -172,7 +175,10 @@ def _check_storage(task: ReadStorageTask | WriteStorageTask, start: int, limits:
         check_salt(task.salt, salts=limits.salts or not by_path)
     if limits.token_block and task.lane in (Lane.READ, Lane.WRITE):
         _check_path(task, start, limits.token_block)
-    return len(task.keys), *_check_tier(task, limits)
+    if not task.cpu_block_ids:
+        return len(task.keys), "gpu_block_ids", limits.device_blocks
+    _check_host(task, limits)
+    return len(task.keys), "cpu_block_ids", limits.host_blocks
 
 
 def _check_chains(chains: Sequence[tuple[int, int, str]], keys: int) -> None:
@@ -183,10 +189,8 @@ def _check_chains(chains: Sequence[tuple[int, int, str]], keys: int) -> None:
     raise RequestError(f"{what}, is {str(chains)[:80]}", code="bad_value")
 
 
-def _check_tier(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> tuple[str, int]:
-    """Check that the task names blocks of one tier. Returns the field that names them, and how many blocks it has."""
-    if not task.cpu_block_ids:
-        return "gpu_block_ids", limits.device_blocks
+def _check_host(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> None:
+    """Check a task that names host blocks."""
     if not limits.host_blocks:
         raise RequestError("this daemon has no host tier (cache.host_blocks = 0)", code="no_host_tier")
     problem = ""
@@ -198,7 +202,6 @@ def _check_tier(task: ReadStorageTask | WriteStorageTask, limits: Limits) -> tup
         problem = "after is a point of the device's work, and a task with cpu_block_ids does not touch the device"
     if problem:
         raise RequestError(problem, code="bad_value")
-    return "cpu_block_ids", limits.host_blocks
 
 
 def check_salt(salt: str, *, salts: bool) -> None:

@@ -50,7 +50,7 @@ class Contents:
 
         A block that an earlier task will still fill counts as filled: `hollow` checks again before the start.
         """
-        if footprint.reads.get(DEVICE) or footprint.writes.get(DEVICE):
+        if not self.all_mapped and (footprint.reads.get(DEVICE) or footprint.writes.get(DEVICE)):
             info = self._not_attached(client)
             if info is not None:
                 return info

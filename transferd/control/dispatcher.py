@@ -222,16 +222,16 @@ class Dispatcher:
             status, error = refusal
             self._refuse(push, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
             return
+        lane, blocks = task.lane, task.blocks
+        flush = self.limits.only_flush and lane is Lane.WRITE
         try:
             admission.check_task(task, self.limits)
-            footprint = admission.footprint_of(task, self.limits)
+            footprint = admission.footprint_of(task, self.limits) if flush else task.footprint()
             if self.hazards.grids:
                 self.hazards.check_targets(footprint)
         except RequestError as error:
             self._refuse(push, Status.REJECTED, ErrorInfo(error.reason, str(error)))
             return
-        lane, blocks = task.lane, task.blocks
-        flush = self.limits.only_flush and lane is Lane.WRITE
         record = TaskState(
             task=task,
             task_id=task.task_id,

@@ -341,7 +341,7 @@ class HostedEngine:
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
         tasks = self.shared.tasks
-        self.shared.traffic.ended(self, task, result, asks=tasks.asks(self.name))
+        self.shared.traffic.ended(self, task, result, asks=self.name in tasks.asking)
         tasks.ended(self.name, task, result, ran)
         if self.kv_events is not None:
             self.kv_events.task_ended(task, result)

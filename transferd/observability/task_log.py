@@ -77,6 +77,7 @@ class TaskLog:
     errors: how many ended with an error, by engine and code; "" has those of engines that have left.
     found, missing: blocks of look-ups by engine; "" has those of engines that have left. An engine that asks no
     look-ups looks its blocks up by reading them.
+    asking: the engines that have ever looked up before they read.
     """
 
     clock: Clock = SYSTEM_CLOCK
@@ -86,20 +87,21 @@ class TaskLog:
     def __post_init__(self) -> None:
         self.found: Counter[str] = Counter()
         self.missing: Counter[str] = Counter()
-        self._asking: set[str] = set()  # engines that ask before they read
+        self.asking: set[str] = set()
         self.recent: deque[Ended] = deque(maxlen=RECENT)
         self.failed: deque[Ended] = deque(maxlen=FAILED)
         self.errors: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     def ended(self, engine: str, task: Task, result: TaskResult, ran: Ran | None = None) -> None:
         """Take up a task of this engine: once, when it is answered. ran: None if no rank began it."""
+        blocks, done = task.blocks, len(result.block_ids)
         entry = Ended(
             self.clock.monotonic(),
             task.task_id,
             task.lane,
             result.status,
-            task.blocks,
-            len(result.block_ids),
+            blocks,
+            done,
             result.bytes,
             result.duration,
             result.error,
@@ -112,19 +114,15 @@ class TaskLog:
             self.failed.append(entry)
         if failed and result.error is not None:
             self.errors[engine][result.error.code] += 1
-        if task.lane is Lane.READ and engine not in self._asking and result.status in _LOOKED_UP:
-            self._count(engine, task.blocks, len(result.block_ids))
+        if task.lane is Lane.READ and engine not in self.asking and result.status in _LOOKED_UP:
+            self._count(engine, blocks, done)
         for observer in self.observers:
             observer(entry, task, ran)
 
     def looked_up(self, engine: str, blocks: int, found: int) -> None:
         """Count one look-up of so many blocks."""
-        self._asking.add(engine)
+        self.asking.add(engine)
         self._count(engine, blocks, found)
-
-    def asks(self, engine: str) -> bool:
-        """Whether this engine has ever looked up."""
-        return engine in self._asking
 
     def _count(self, engine: str, blocks: int, found: int) -> None:
         self.found[engine] += found
@@ -132,7 +130,7 @@ class TaskLog:
 
     def left(self, engine: str) -> None:
         """Add the counts of an engine that has left to those of all others that have: names come and go for months."""
-        self._asking.discard(engine)
+        self.asking.discard(engine)
         for counts in (self.found, self.missing):
             counts[""] += counts.pop(engine, 0)
         self.errors[""] += self.errors.pop(engine, Counter())
@@ -246,12 +244,6 @@ class _Lately:
         self.slots: deque[tuple[int, _Count]] = deque()
         self.minute = _Count()
 
-    def slot(self, second: int) -> _Count:
-        if not self.slots or self.slots[-1][0] != second:
-            self.forget(second - LONG_S)
-            self.slots.append((second, _Count()))
-        return self.slots[-1][1]
-
     def forget(self, last: int) -> None:
         """Take away the slots up to this second."""
         minute = self.minute
@@ -285,7 +277,11 @@ class Windows:
                 waited = rank.storage_s
         time = _bucket(one.seconds)
         wait = _bucket(waited) if waited else None
-        for count in (series.slot(int(self._now())), series.minute):
+        second, slots = int(self._now()), series.slots
+        if not slots or slots[-1][0] != second:
+            series.forget(second - LONG_S)
+            slots.append((second, _Count()))
+        for count in (slots[-1][1], series.minute):
             count.tasks += 1
             count.nbytes += one.nbytes
             count.times[time] = count.times.get(time, 0) + 1  # faster than +=

@@ -57,7 +57,7 @@ class WhatIf:
         self._orders: dict[int, list[int]] = {}  # the times of the last uses of followed keys, ascending, by block size
         self._sizes: dict[int, int] = {}  # the block size of each engine, by its number
         self._numbers = itertools.count()  # of engines
-        self._last: dict[int, int] = {}  # the time of each followed key's last use, by hash and engine (_place)
+        self._last: dict[int, int] = {}  # the time of each followed key's last use, by hash and engine
         self._largest: list[int] = []  # the places of followed keys, negative, so that the largest hash comes first
         self._halved_at = now()
 
@@ -73,7 +73,7 @@ class WhatIf:
             some = self._followed(keys[start : start + PIECE])
             seen.sampled += self._scale * len(some)
             for key in some if there else ():
-                time = self._last.get(_place(key, seen))
+                time = self._last.get(key << NUMBER_BITS | seen.number)
                 if time is None:
                     there = False
                     break
@@ -153,7 +153,7 @@ class WhatIf:
         """known: only of keys that are followed already."""
         order = self._orders.setdefault(seen.block, [])
         for number, key in enumerate(reversed(keys), 1):
-            place = _place(key, seen)
+            place = key << NUMBER_BITS | seen.number
             before = self._last.get(place)
             if before is not None or not known:
                 self._time += 1
@@ -182,10 +182,6 @@ class WhatIf:
                 seen.asked, seen.sampled = seen.asked / 2, seen.sampled / 2
                 for distance in seen.reused:
                     seen.reused[distance] /= 2
-
-
-def _place(key: int, seen: _Seen) -> int:
-    return key << NUMBER_BITS | seen.number
 
 
 def _rounded(distance: float) -> int:

@@ -81,10 +81,10 @@ class ShmDeviceTier(DeviceTier):
             raise TierError(f"the device memory of rank {self.rank} is already open")
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.OUT, self.arena.origin, host.address, plan)
+        await self._copy(Direction.OUT, self._mapped[1].origin, host.address, plan)
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        await self._copy(Direction.IN, host.address, self.arena.origin, plan)
+        await self._copy(Direction.IN, host.address, self._mapped[1].origin, plan)
 
     async def _copy(self, direction: Direction, source: int, target: int, plan: CopyPlan) -> None:
         if plan.nbytes <= INLINE_BYTES:
