@@ -28,19 +28,14 @@ FORMAT = object_format(CONFIG.storage, build_layout(CONFIG.geometry))
 
 
 class Rank:
-    """A rank whose part of storage has these names. uses: what its calls were made for."""
+    """A rank whose part of storage has these names."""
 
     def __init__(self, rank: int) -> None:
         self.context = SimpleNamespace(object_rank=rank)
         self.names: set[str] = set()
-        self.uses: list[Use] = []
 
     def put(self, *keys: str, generation: str = "g1") -> None:
         self.names |= set(FORMAT.names(generation, FORMAT.ids(keys), self.context.object_rank))
-
-    async def stored(self, names: list[str], use: Use) -> list[bool]:
-        self.uses.append(use)
-        return [name in self.names for name in names]
 
 
 class Tokens:
@@ -67,7 +62,11 @@ class Levels:
 
 
 class World:
+    """uses: what calls of storage's index were made for. known: whether it knows what storage has."""
+
     def __init__(self, *, storage: bool = True, tokens: Tokens | None = None, index: TokenIndex | None = None) -> None:
+        self.uses: list[Use] = []
+        self.known = True
         self.ranks = [Rank(0), Rank(1)]
         self.cache = SimpleNamespace(missing=[])
         self.dispatcher = Dispatcher(limits(token_block=4), generation="g1")
@@ -75,7 +74,8 @@ class World:
         cache: Any = self.cache
         given: Any = tokens
         self.levels = {"memory": Levels(), "file": Levels()}
-        whole: Any = SimpleNamespace(levels=SimpleNamespace(where=self._where)) if storage else None
+        parts = {"levels": SimpleNamespace(where=self._where), "index": SimpleNamespace(find=self._find)}
+        whole: Any = SimpleNamespace(**parts, exists=self._exists) if storage else None
         feed: Any = SimpleNamespace(up_to_date=lambda: index, not_found=lambda _: None)
         self.lookup = Lookup(
             ranks,
@@ -90,6 +90,13 @@ class World:
             looked_up=lambda *_: None,
         )
 
+    def _find(self, names: list[str], use: Use) -> list[bool] | None:
+        self.uses.append(use)
+        return [any(name in rank.names for rank in self.ranks) for name in names] if self.known else None
+
+    async def _exists(self, names: list[str]) -> list[bool]:
+        return [any(name in rank.names for rank in self.ranks) for name in names]
+
     async def _where(self, names: list[str]) -> dict[str, list[bool]]:
         return {name: [one in level.names for one in names] for name, level in self.levels.items()}
 
@@ -99,15 +106,17 @@ class World:
         return refused.value.reason
 
 
-async def test_a_block_is_there_if_every_rank_has_its_part() -> None:
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_block_is_there_if_every_rank_has_its_part(known: bool) -> None:
     world = World()
+    world.known = known
     world.ranks[0].put("a", "b", "c")
     world.ranks[1].put("a", "c", "d")
     assert await world.lookup.exists(["a", "b", "c", "d", "e"]) == [True, False, True, False, False]
     assert await world.lookup.match(["a", "b", "c"]) == 1
     assert await world.lookup.match(["a", "c", "b", "a"]) == 2
     assert await world.lookup.match([]) == 0
-    first, second = (rank.uses[0] for rank in world.ranks)
+    first, second = world.uses[:2]
     assert first is second, "one use for the look-up of all ranks"
 
 
@@ -125,7 +134,7 @@ async def test_a_rank_without_memory_can_load_nothing_and_storage_is_not_asked()
     world.cache.missing = [1]
     assert await world.lookup.exists(["a", "b"]) == [False, False]
     assert await world.lookup.match_tokens(TokenIds(range(8)), 0) == 0
-    assert not world.ranks[0].uses
+    assert not world.uses
 
 
 async def test_a_look_up_without_its_storage_names_the_right_one() -> None:
@@ -192,6 +201,6 @@ async def test_keys_are_located_in_each_level_as_far_as_every_rank_has_them_ther
     assert await world.lookup.locate_keys([]) == {}
     world.cache.missing = [0]
     assert await world.lookup.locate_keys(["a"]) == {}
-    assert all(not rank.uses for rank in world.ranks), "it is no use of the blocks"
+    assert not world.uses, "it is no use of the blocks"
     assert await World(storage=False).code(World(storage=False).lookup.locate_keys(["a"])) == "no_storage_tier"
     assert await world.code(World(tokens=Tokens()).lookup.locate_keys(["a"])) == "token_ids_required"

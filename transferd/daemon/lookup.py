@@ -77,8 +77,12 @@ class Lookup:
         found: list[bool] = []
         asked = Use(counts=use, owner=self.owner)
         async for names in self._names(keys):
+            storage = needed(self.storage)
             asked.start = len(found)  # all of them are one chain
-            by_rank = await every(w.stored(n, asked) for w, n in zip(self.workers, names, strict=True))
+            known = [storage.index.find(of_rank, asked) for of_rank in names]
+            by_rank = [there for there in known if there is not None]
+            if len(by_rank) < len(names):  # storage must ask
+                by_rank = await every(map(storage.exists, names))
             found += [all(there) for there in zip(*by_rank, strict=True)]
         if self.feed is not None and not all(found):
             self.feed.not_found([key for key, there in zip(keys, found, strict=True) if not there])

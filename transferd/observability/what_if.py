@@ -70,6 +70,8 @@ class WhatIf:
         seen.asked += len(keys)
         there = True  # what comes behind the first one that is not there is of no use
         for start in range(0, len(keys), PIECE):
+            if start:
+                yield
             some = self._followed(keys[start : start + PIECE])
             seen.sampled += self._scale * len(some)
             for key in some if there else ():
@@ -80,15 +82,15 @@ class WhatIf:
                 farthest = max(farthest, self._since(time))
                 seen.reused[_rounded(farthest)] += self._scale
             followed += some
-            yield
         yield from self._use(seen, followed, known=True)
 
     def stored(self, engine: str, keys: Sequence[str], block: int) -> Generator[None, None, None]:
         """Note in pieces that these blocks of a chain were stored, or were there."""
         seen, followed = self._of(engine, block), list[int]()
         for start in range(0, len(keys), PIECE):
+            if start:
+                yield
             followed += self._followed(keys[start : start + PIECE])
-            yield
         yield from self._use(seen, followed)
 
     def left(self, engine: str) -> Generator[None, None, None]:

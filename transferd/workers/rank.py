@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +22,6 @@ from transferd.observability.recorder import LONGEST_TEXT
 from transferd.observability.report import LaneReport, RankReport
 from transferd.runtime.aio import resumed
 from transferd.runtime.threads import Direction, whose
-from transferd.storage.lru import Use
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.extents import MemoryClaim
@@ -220,10 +219,6 @@ class RankWorker:
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._jobs.add(task)
         task.add_done_callback(self._jobs.discard)
-
-    async def stored(self, names: Sequence[str], use: Use) -> Sequence[bool]:
-        """For each object, whether this rank could load it now. Counts as part of `use`. Raises StorageError."""
-        return await self._reader.stored(names, use)
 
     async def _run(self, job: Job, arrive: Arrive, died: Died) -> None:
         lane = self.lanes[job.task.lane]
