@@ -129,7 +129,7 @@ class Background:
         """Begin a piece. Returns a future that is already done as it is."""
         if isinstance(work, asyncio.Future) and work.done():
             return work
-        begun = asyncio.ensure_future(work)
+        begun = work.begin() if isinstance(work, Later) else asyncio.ensure_future(work)
         if not begun.done():
             self._running.add(begun)
             begun.add_done_callback(self._ended)
@@ -191,13 +191,22 @@ class Steady(asyncio.Future[T]):
         del self  # an error's traceback has this frame: a cycle would keep the work's buffers
 
 
-def steady(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    """Run work now, up to where it waits, and then to its end (`Steady`). Returns a done future if it never waits.
+class Later(Generic[T]):
+    """Work that begins once somebody awaits it, or calls `begin`, and then runs to its end (`Steady`).
 
-    The first part is a part of the caller's task, so it must enter no `timeout`.
+    It may be dropped before. Its first part is a part of the caller's task, so it must enter no `timeout`.
     """
-    rest = begun(work)
-    return Steady(rest) if isinstance(rest, Rest) else rest
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._work = work
+
+    def begin(self) -> asyncio.Future[T]:
+        """Run it up to where it waits."""
+        rest = begun(self._work())
+        return Steady(rest) if isinstance(rest, Rest) else rest
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.begin().__await__()
 
 
 async def uncancelled(work: Awaitable[T]) -> T:

@@ -35,7 +35,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable
-from transferd.runtime.aio import answered, at_once, uncancelled
+from transferd.runtime.aio import Later, answered, at_once
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import (
@@ -200,7 +200,7 @@ class IndexedStorage(Index, Storage):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
                 return answered(batch.outcomes)
-        return self._store_all(batch)
+        return Later(functools.partial(self._store_all, batch))
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
@@ -211,7 +211,7 @@ class IndexedStorage(Index, Storage):
             reads = self._present(items)
             outcomes, bad = self._judge(items, reads, read_run(reads))
             return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
-        return self._load_all(items, read_run, 0 if drain is None else len(slots))
+        return Later(functools.partial(self._load_all, items, read_run, 0 if drain is None else len(slots)))
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -281,17 +281,14 @@ class IndexedStorage(Index, Storage):
     async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
         with self.stores.of([item.name for item in batch.items]), self._traffic:
-            await uncancelled(self._write_all_waves(batch))
+            await self._prepare()
+            while batch.todo:
+                wave = self._decide_all(batch)
+                if wave:
+                    await self._write_wave(wave, batch)
+                elif batch.waits:
+                    await batch.wait()
         return batch.outcomes
-
-    async def _write_all_waves(self, batch: StoreBatch) -> None:
-        await self._prepare()
-        while batch.todo:
-            wave = self._decide_all(batch)
-            if wave:
-                await self._write_wave(wave, batch)
-            elif batch.waits:
-                await batch.wait()
 
     def _decide_all(self, batch: StoreBatch) -> list[Write]:
         """Decide all that can be decided now. Returns the writes to do; `batch` records everything else."""
@@ -477,21 +474,18 @@ class IndexedStorage(Index, Storage):
         return reads
 
     async def _load_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
+        """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
         self._check_open()
         with self._traffic:
-            return await uncancelled(self._read_all(items, read_run, most))
-
-    async def _read_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
-        """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
-        reads = self._present(items)
-        with self._traffic.reads.of(frozenset(read.item.name for read in reads)):
-            runs = await self._effects.run(
-                Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
-            )
-            answers = list(itertools.chain.from_iterable(runs))
-        outcomes, bad = self._judge(items, reads, answers)
-        if bad:
-            await self._put_aside(bad)
+            reads = self._present(items)
+            with self._traffic.reads.of(frozenset(read.item.name for read in reads)):
+                runs = await self._effects.run(
+                    Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
+                )
+                answers = list(itertools.chain.from_iterable(runs))
+            outcomes, bad = self._judge(items, reads, answers)
+            if bad:
+                await self._put_aside(bad)
         return outcomes
 
     async def _without(self, bad: asyncio.Future[None], outcomes: list[Outcome]) -> list[Outcome]:

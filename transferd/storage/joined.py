@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from transferd.errors import StorageError, TransferError
-from transferd.runtime.aio import uncancelled
+from transferd.runtime.aio import Later, uncancelled
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import (
     EXISTS,
@@ -270,12 +270,12 @@ class JoinedStorage(FrontStorage):
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
-        return self._loads.run(items, drain, slots)
+        return Later(functools.partial(self._loads.run, items, drain, slots))
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         if self.slots_at_once is not None:  # the backend joins stores of one name itself (indexed.py)
             return self._behind.store(items, fill, slots)
-        return self._stores.run(items, None, slots)
+        return Later(functools.partial(self._stores.run, items, None, slots))
 
     def statistics(self) -> dict[str, Any]:
         """The backend's statistics, plus the answers to riders and the number of objects that followed."""

@@ -47,6 +47,8 @@ CAREFUL_BYTES = 64 * 1024
 _token_ids_decoder = msgspec.msgpack.Decoder(_TokenIdsBody)
 _loose_decoder = msgspec.msgpack.Decoder(_LooseRequest)
 _loose_body_decoder = msgspec.msgpack.Decoder(_LooseBody)
+_int_decoder = msgspec.msgpack.Decoder(int)
+_text_decoder = msgspec.msgpack.Decoder(str)
 
 T = TypeVar("T")
 
@@ -68,13 +70,13 @@ def as_malformed(
         loose = _loose_decoder.decode(content)
     except UNREADABLE:
         return Malformed(problem, code=_code_of_no_request(code))
-    seq = _read(int, loose.seq)
+    seq = _read(_int_decoder, loose.seq)
     seq = seq if seq is not None and 0 <= seq < 2**63 else 0
     try:
         body = _loose_body_decoder.decode(loose.body)
     except UNREADABLE:
         return Malformed(problem, code=_code_of_no_request(code), seq=seq)
-    kind, task_id = _read(str, body.type), _read(str, body.task_id)
+    kind, task_id = _read(_text_decoder, body.type), _read(_text_decoder, body.task_id)
     if kind not in tasks and kind not in control:
         if code == "bad_value":
             shown = "missing" if body.type is msgspec.UNSET else repr(kind[:80]) if kind is not None else "not text"
@@ -89,11 +91,11 @@ def _code_of_no_request(code: str) -> str:
     return code if code in ("too_large", OutOfMemory.code) else "malformed"
 
 
-def _read(kind: type[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
-    """Decode the value; None if it is not of this type."""
+def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
+    """Decode the value; None if it is not of the decoder's type."""
     if raw is msgspec.UNSET:
         return None
     try:
-        return msgspec.msgpack.decode(raw, type=kind)
+        return decoder.decode(raw)
     except UNREADABLE:
         return None

@@ -16,7 +16,7 @@ from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import DeviceLost, InvariantError, MemoryLost, RequestError, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
-from transferd.runtime.aio import resolve
+from transferd.runtime.aio import Steady, resolve
 from transferd.runtime.compat import cancelled_from_outside
 from transferd.runtime.threads import noted
 from transferd.storage.base import Item, Outcome, Outcomes
@@ -87,7 +87,10 @@ class StopSignal(msgspec.Struct, eq=False):
         def wake(_: object) -> None:
             resolve(waiter, None)
 
-        future.add_done_callback(wake)
+        if isinstance(future, Steady):
+            future.told.append(wake)
+        else:
+            future.add_done_callback(wake)
         self._waiters.add(waiter)
         try:
             await waiter

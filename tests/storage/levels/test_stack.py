@@ -190,6 +190,7 @@ async def test_pins_cost_a_store_and_a_load_nothing(open_storage: Open, shared: 
         assert keeper is not None
         assert all(await keeper.pin("me", names[8:], 60.0, 0.5))
         store.levels._touch_now()  # the uses so far
+        await store.levels._sweep._starting.settled()
         seen = 0
 
         def profile(_frame: object, event: str, _argument: object) -> None:
