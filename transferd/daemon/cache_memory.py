@@ -52,7 +52,7 @@ from transferd.daemon.memories import memories_of
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
 from transferd.observability.report import CacheReport
 from transferd.observability.units import named_ranks
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction
 from transferd.storage.tokens import TokenStorage
@@ -122,7 +122,7 @@ class CacheMemory:
         self._offering: list[bytes] = []  # the clients whose offers are being mapped, but those that have gone
         self._change = asyncio.Lock()
         self._going: set[Callable[[_MappedOffer], bool]] = set()  # they find offers that will be unmapped
-        self._changes: set[asyncio.Task[Any]] = set()
+        self._changes = Background(awaited=False)
         self._mappings = Mappings(len(self._ranks), self.core.mappings, self.core.clock.monotonic)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
@@ -188,8 +188,7 @@ class CacheMemory:
         """Allow no further change, and wait for the current one. The workers close the ranks' memory."""
         self._closing.set()
         self._host_memory.set()
-        if self._changes:
-            await asyncio.wait(self._changes)
+        await self._changes.ended()
 
     async def _announce(self) -> None:
         """Announce readiness if no rank misses its memory. Raises StorageError of token-indexed storage."""
@@ -349,7 +348,7 @@ class CacheMemory:
             error = ErrorInfo(DeviceLost.code, f"{cause}; {remedy}")
             self.core.withdraw(error, end=True)
             if ours:
-                self._begin(self._made_anew(error))
+                self._changes.begin(self._made_anew(error))
             else:
                 self._let_go(lambda held: held is offer)
         return True
@@ -381,7 +380,7 @@ class CacheMemory:
     def _let_go(self, which: Callable[[_MappedOffer], bool]) -> None:
         """Unmap offered memory once no task uses it. Until then the cache is not ready, whatever is offered."""
         self._going.add(which)
-        self._begin(self._unmapped(which)).add_done_callback(lambda _: self._going.discard(which))
+        self._changes.begin(self._unmapped(which)).add_done_callback(lambda _: self._going.discard(which))
 
     async def _unmapped(self, which: Callable[[_MappedOffer], bool]) -> None:
         async with self._change:
@@ -537,22 +536,16 @@ class CacheMemory:
         if self._closing.is_set():
             raise TransferError("the daemon is shutting down", code="shutdown")
 
-    def _begin(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(change)
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return task
-
     async def _finished(self, change: Coroutine[Any, Any, T]) -> T:
         """Wait for a change. It runs to its end even if the client that requested it leaves."""
-        task = self._begin(change)
+        task = self._changes.begin(change)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(self._heard)
             raise
 
-    def _heard(self, task: asyncio.Task[Any]) -> None:
+    def _heard(self, task: asyncio.Future[Any]) -> None:
         """Log a failed change that no caller waits for any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
             what = "a change of the cache failed after its client had gone"

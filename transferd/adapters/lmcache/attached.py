@@ -27,6 +27,7 @@ from transferd.adapters.lmcache.batcher import Batcher
 from transferd.adapters.lmcache.kinds import ObjectKind, facts, key_of
 from transferd.adapters.lmcache.settings import LMCACHE, L2Settings
 from transferd.errors import TransferError
+from transferd.runtime.aio import Background
 from transferd.runtime.compat import wait_for
 from transferd.tasks import TaskResult
 
@@ -95,7 +96,7 @@ class AttachedKind:
         self.leases = ReadLeases()  # of objects that lookups keep
         self._tasks = BlockTasks(self.link, f"objects of {kind.model}")
         self._locks: Counter[str] = Counter()  # how many lookups keep a key
-        self._running: set[asyncio.Future[None]] = set()
+        self._running = Background(awaited=False)
         self._writes = Batcher(self._write, chosen.timeout, kind.nbytes)
         self._reads = Batcher(self._read, chosen.load_timeout, kind.nbytes)
 
@@ -171,9 +172,7 @@ class AttachedKind:
         timeout: float,
     ) -> None:
         await self._ready()
-        running = asyncio.ensure_future(self._in_parts(transfer, move))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
+        running = self._running.begin(self._in_parts(transfer, move))
         _, late = await asyncio.wait([running], timeout=timeout + SLACK_S)
         if late:
             what = "transferd: no answer after %g s; %d of %d objects of %s are given up"

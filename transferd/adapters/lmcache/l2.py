@@ -32,7 +32,7 @@ from transferd.adapters.lmcache.kinds import ObjectKind, key_of, kind_of_layout,
 from transferd.adapters.lmcache.settings import LMCACHE, settings
 from transferd.client.sync_client import SyncClient
 from transferd.errors import TransferError
-from transferd.runtime.aio import every, run_until_stopped
+from transferd.runtime.aio import Background, every, run_until_stopped
 from transferd.runtime.clock import SYSTEM_CLOCK
 
 MOST_KINDS = 16  # models and layouts of one server; the daemon also bounds its engines
@@ -68,7 +68,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         self._events = {what: create_event_notifier() for what in (STORE, LOOKUP, LOAD)}
         self._results: dict[str, dict[int, Any]] = {what: {} for what in self._events}
         self._lock = threading.Lock()  # of the results
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = Background(awaited=False)
         self._pool = concurrent.futures.ThreadPoolExecutor(self._chosen.threads, "transferd-copy")
         self._readers = WarmReaders(self._chosen.threads, LMCACHE.log)
         self._loop = asyncio.new_event_loop()
@@ -146,7 +146,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
         left = [storage.get(one) for one in ("evictions", "purged", "gone")]
         if left != self._left:
             self._left = left
-            self._loop.call_soon_threadsafe(self._spawn, self._compared())
+            self._loop.call_soon_threadsafe(self._running.begin, self._compared())
         return AdapterUsage(
             total_bytes_used=int(storage.get("bytes") or 0),
             total_capacity_bytes=int(storage.get("capacity") or 0),
@@ -213,7 +213,7 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
                 LMCACHE.log.exception("transferd: an error of the adapter, not of the daemon")
             self._answer(what, number, result)
 
-        self._loop.call_soon_threadsafe(self._spawn, run())
+        self._loop.call_soon_threadsafe(self._running.begin, run())
         return number
 
     def _answer(self, what: str, number: int, result: Any) -> None:
@@ -236,11 +236,6 @@ class TransferdL2(L2AdapterInterface):  # type: ignore[misc] # LMCache is not in
             memory = [[memoryview(objects[i].byte_array)] for i in alike]
             orders += one.leases.orders([key_of(keys[i]) for i in alike], memory)
         return orders
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        running = self._loop.create_task(work)
-        self._running.add(running)  # the loop itself keeps no task alive
-        running.add_done_callback(self._running.discard)
 
     async def _stored(self, keys: list[Any], objects: list[Any]) -> L2StoreResult:
         kinds = [kind_of_object(key, one) for key, one in zip(keys, objects, strict=True)]
