@@ -133,11 +133,8 @@ class WhatIf:
         return SPACE / self._threshold
 
     def _of(self, engine: str, block: int) -> _Seen:
-        seen = self._engines.get(engine)
-        if seen is not None and seen.block != block:
+        if (seen := self._engines.get(engine)) is None or seen.block != block:
             self._forget(engine)
-            seen = None
-        if seen is None:
             seen = self._engines[engine] = _Seen(next(self._numbers) & NUMBER, block)
             self._sizes[seen.number] = block
         return seen

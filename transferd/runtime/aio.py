@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
 from transferd.errors import InvariantError
+from transferd.runtime.compat import timeout
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -140,9 +142,13 @@ class Background:
         if self._awaited and not task.cancelled():
             task.exception()  # mark it as retrieved: its waiter has seen it, or there is no waiter left
 
-    async def settled(self) -> None:
-        while self._running:
-            await asyncio.wait(self._running)
+    async def settled(self, within: float | None = None) -> bool:
+        """Wait until none runs, at most `within` seconds. Returns whether that is so."""
+        with contextlib.suppress(TimeoutError):
+            async with timeout(within):
+                while self._running:
+                    await asyncio.wait(self._running)
+        return not self._running
 
     async def stop(self) -> None:
         """Cancel all pieces, and wait until they have ended."""

@@ -41,7 +41,6 @@ from transferd.errors import (
 )
 from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
-from transferd.runtime.compat import timeout
 from transferd.runtime.threads import CLOSE_S, Crew, Work
 from transferd.storage.attention_store.own_blocks import OwnBlocks, Tensors, tensors_of
 from transferd.storage.attention_store.settings import settings
@@ -142,9 +141,7 @@ class SdkTokenStorage(TokenStorage):
 
     async def close(self) -> None:
         """Close every session. Raises StillRunning if calls have not returned, and leaves their threads behind."""
-        with contextlib.suppress(TimeoutError):
-            async with timeout(CLOSE_WAIT_S):
-                await self._background.settled()
+        await self._background.settled(CLOSE_WAIT_S)
         for rank in list(self._ranks):
             self.detach(rank)
         end = time.monotonic() + CLOSE_S  # real time, because it waits for real threads

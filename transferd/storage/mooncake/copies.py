@@ -266,16 +266,13 @@ class Copies:
                 break
         return self.recent.first(found)
 
-    async def there(self, keys: Sequence[str]) -> set[str]:
+    async def named(self, keys: Sequence[str]) -> list[PoolObject]:
         """Those of these objects that the pool has now. Raises StorageError, ConfigError."""
-        return {held.key for held in await self._named(keys)}
-
-    async def _named(self, keys: Sequence[str]) -> list[PoolObject]:
         return [held async for some in self._each(read_named(self.pages, keys)) for held in some]
 
     async def _again(self, some: Iterable[PoolObject], wanted: Callable[[PoolObject], bool]) -> list[PoolObject]:
         """Those that need a copy now, in their order."""
-        return list(filter(wanted, await self._named([held.key for held in some])))
+        return list(filter(wanted, await self.named([held.key for held in some])))
 
     async def _watch(self) -> None:
         """Look for objects that lack copies whenever nodes have come or gone, or objects were stored with too few."""

@@ -11,7 +11,6 @@ others may hang.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import enum
 import math
 from collections import Counter, OrderedDict, deque
@@ -21,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import Background
-from transferd.runtime.compat import timeout, wait_for
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Crew, whose
 from transferd.storage.mooncake.client import Batch, Buffer
 
@@ -91,9 +90,7 @@ class NativeCalls:
 
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. Returns False if one still runs after `within` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await wait_for(self._running.settled(), within)
-        return not self._running
+        return await self._running.settled(within)
 
     def open(self) -> None:
         """Start the threads. Raises NoThreads."""

@@ -223,7 +223,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         return await self._looks.losses()
 
     async def report_lost(self, names: Sequence[str]) -> None:
-        there = await self._copies.there([key_of(name) for name in names])
+        there = {held.key for held in await self._copies.named([key_of(name) for name in names])}
         for name in names:
             if key_of(name) not in there:
                 self._left(name)
