@@ -43,7 +43,7 @@ class ReportMemory:
         self._filled_at = now
         old, costly = now - self._at >= EVERY_S, self._cost >= CHEAP_S
         if costly and old:
-            if self._making is None:
+            if self._making is None or self._making.done():
                 self._making = asyncio.ensure_future(self._in_turns())
             return asyncio.shield(self._making)
         if old or (self._left > 0 and not costly):
@@ -59,21 +59,18 @@ class ReportMemory:
 
     async def _in_turns(self) -> Report:
         made, at, cost = self._make(), self._now(), 0.0
-        try:
-            while True:
-                began = self._cpu()
-                try:
+        while True:
+            began = self._cpu()
+            try:
+                next(made)
+                while self._cpu() - began < PIECE_S:
                     next(made)
-                    while self._cpu() - began < PIECE_S:
-                        next(made)
-                except StopIteration as end:
-                    report = cast("Report", end.value)
-                    self._keep(report, at, cost + self._cpu() - began)
-                    return report
-                cost += self._cpu() - began
-                await asyncio.sleep(0)
-        finally:
-            self._making = None
+            except StopIteration as end:
+                report = cast("Report", end.value)
+                self._keep(report, at, cost + self._cpu() - began)
+                return report
+            cost += self._cpu() - began
+            await asyncio.sleep(0)
 
     def _keep(self, report: Report, at: float, cost: float) -> None:
         self._made.clear()

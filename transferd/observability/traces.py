@@ -26,7 +26,6 @@ import structlog
 
 from transferd.observability.report import TracesReport
 from transferd.observability.task_log import Ended, Ran
-from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Crew
 from transferd.runtime.version import VERSION
 from transferd.tasks import Status, Task
@@ -99,8 +98,7 @@ class Traces:
         if self._done is None:
             return
         self._closing.set()
-        with contextlib.suppress(TimeoutError):
-            await wait_for(asyncio.shield(self._done), CLOSE_S)
+        await asyncio.wait([self._done], timeout=CLOSE_S)
         self._exporter.shutdown()  # wakes the thread if it waits for a retry
         self._thread.close(0.0)
 
