@@ -174,7 +174,8 @@ async def test_calls_that_hang_are_passed_up_to_a_number(library: Library, monke
     for end in library.ends[1:]:
         end.set_result(None)
     assert await asyncio.gather(*hanging, *others) == [answers(n) for n in range(4)]
-    assert merger.idle
+    assert not merger._queues
+    assert not merger._under_way
 
 
 async def test_every_caller_of_a_merged_call_gets_its_error_and_the_next_call_goes_on(library: Library) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from weakref import WeakValueDictionary
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.aio import every
@@ -41,7 +42,7 @@ class Loads:
         self._peers = peers
         self._counts = counts
         self._all: Merger[Answer] = Merger(self._ours_and_one, counts)
-        self._by_peer: dict[str, Merger[Answer]] = {}
+        self._by_peer = WeakValueDictionary[str, Merger[Answer]]()  # each for as long as a load waits for it
         self._awaited: dict[str, Call] = {}  # nodes that a call of `_all` waits for; its thread sets it
 
     async def run(self, batch: Batch) -> dict[str, Answer]:
@@ -72,11 +73,7 @@ class Loads:
             if merger is None:
                 merger = Merger(lambda joined: self._get(endpoint, joined), self._counts, MOST)
                 self._by_peer[endpoint] = merger
-            try:
-                return await merger.run(batch)
-            finally:
-                if merger.idle and self._by_peer.get(endpoint) is merger:
-                    del self._by_peer[endpoint]
+            return await merger.run(batch)
         except StorageError as error:
             return dict.fromkeys(batch, error)
 

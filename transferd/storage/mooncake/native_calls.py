@@ -134,10 +134,6 @@ class Merger(Generic[T]):
         self._running = Background()
         self._fresh: object | None = None  # the call that began less than PATIENCE_S ago
 
-    @property
-    def idle(self) -> bool:
-        return not self._queues and not self._under_way
-
     async def run(self, batch: Batch) -> dict[str, T]:
         """The answers for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
         loop = asyncio.get_running_loop()
