@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from transferd.runtime.aio import Timer
+
 AT_ONCE = 2  # so that the daemon has work while the next task is on its way
 MOST_WAIT_S = 0.002
 MOST_OBJECTS, MOST_BYTES = 64, 64 * 1024**2  # of a joined task: its first request waits for its last
@@ -42,7 +44,7 @@ class Batcher:
         self._most = max(1, min(MOST_OBJECTS, MOST_BYTES // object_bytes))
         self._waiting: deque[_MoveRequest] = deque()
         self._under_way: set[asyncio.Task[None]] = set()
-        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm = Timer()
 
     async def move(self, keys: Sequence[str], blocks: Sequence[int]) -> list[bool]:
         """Move the objects. For each, whether it was moved. Raises what `run` raises."""
@@ -51,12 +53,11 @@ class Batcher:
         self._waiting.append(request)
         if len(self._under_way) < AT_ONCE:
             self._start()
-        elif self._alarm is None:
-            self._alarm = loop.call_later(MOST_WAIT_S, self._start_all)
+        elif not self._alarm:
+            self._alarm.set(MOST_WAIT_S, self._start_all)
         return await request.answer
 
     def _start_all(self) -> None:
-        self._alarm = None
         while self._waiting:
             self._start()
 
