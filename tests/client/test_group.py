@@ -12,7 +12,7 @@ import pytest
 from tests.support.bodies import tag_of
 from transferd.client.client import Client
 from transferd.client.group import GroupClient
-from transferd.errors import DaemonLost, HandoverFailed, RequestError, TransferError
+from transferd.errors import Closed, DaemonLost, HandoverFailed, RequestError, TransferError
 from transferd.tasks import ErrorInfo, LevelChange, RankResult, ReadStorageTask, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.answers import Purged
@@ -114,6 +114,21 @@ async def test_if_a_node_takes_no_part_the_others_cancel_the_task(status: Status
     assert (result.status, result.error and result.error.code) == (status, code)
     assert result.error is not None
     assert two.endpoint in result.error.message
+
+
+async def test_a_node_that_takes_no_push_takes_no_part_and_the_others_cancel_the_task() -> None:
+    """The error of one push used to be raised, while the other nodes went on with the task."""
+    one, two = Node(0), Node(1)
+    one.answers["cancel"] = True
+    two.fails["push"] = Closed("this client was closed")
+    group = await group_of(one, two)
+    result = await group.submit(TASK)
+    assert one.asked[-2:] == ["push", "cancel"]
+    assert (result.status, result.error and result.error.code) == (Status.FAILED, Closed.code)
+    assert two.endpoint in str(result.error)
+    one.fails["push"] = Closed("and this one")
+    with pytest.raises(Closed):
+        await group.submit(TASK)
 
 
 async def test_cancelling_a_submit_withdraws_the_task_on_every_node() -> None:

@@ -22,7 +22,7 @@ from transferd.client.client import Client
 from transferd.client.pending import after_waiting, seconds_to_wait
 from transferd.client.store import StoreCalls
 from transferd.errors import HandoverFailed, RequestError, TransferError
-from transferd.runtime.aio import Background
+from transferd.runtime.aio import Background, answered
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, convert
 from transferd.tasks import (
@@ -319,10 +319,15 @@ class GroupClient(StoreCalls, GroupCacheCalls, GroupControlCalls, GroupReportCal
 
         In the result, `ranks` has every rank of the group under its number in the group. `busy` and `rejected` mean
         that no node has touched anything. A lost node is `failed`, code `daemon_lost`; the message names its endpoint.
+        So is one to which nothing can be pushed, as its client was closed (`closed`). Raises TransferError if all are.
         """
         self._check_connected()
         began = self._clock.monotonic()
-        pushed = await asyncio.gather(*(client.push(task) for client in self.clients))
+        each = await asyncio.gather(*(client.push(task) for client in self.clients), return_exceptions=True)
+        errors = [one for one in each if isinstance(one, BaseException)]
+        if len(errors) == len(each) or not all(isinstance(error, TransferError) for error in errors):
+            raise errors[0]
+        pushed = [one if isinstance(one, asyncio.Future) else answered(_failed(task, one)) for one in each]
         return asyncio.shield(self._running.begin(self._joined(task, pushed, began)))
 
     async def _joined(self, task: Task, pushed: Sequence[asyncio.Future[TaskResult]], began: float) -> TaskResult:
@@ -447,6 +452,12 @@ def _named(client: Client, error: BaseException) -> BaseException:
 GENERATIONS = "generation_mismatch"
 MISMATCH = "group_mismatch"
 _STOPS = frozenset(map(str, Stop))
+
+
+def _failed(task: Task, error: BaseException) -> TaskResult:
+    """The result of a task that could not be pushed to a node."""
+    code = error.reason if isinstance(error, TransferError) else TransferError.code
+    return TaskResult(task_id=task.task_id, status=Status.FAILED, error=ErrorInfo(code, str(error)))
 
 
 class NodeResult(NamedTuple):
