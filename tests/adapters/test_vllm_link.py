@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import mmap
@@ -256,6 +257,30 @@ def test_an_engine_that_the_daemon_gave_up_enters_again_under_the_same_boot() ->
     wait_until(lambda: len(entered) == 2, within=WAIT_S)
     link.close(10.0)
     assert len(entered) == 2
+
+
+def test_a_daemon_that_answers_while_the_link_closes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client used to stay open: it became the link's after the close had looked for one."""
+    connecting, ends = threading.Event(), list[str]()
+
+    class Late:
+        boot_id, connected = "", True
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        async def connect(self) -> None:
+            connecting.set()
+            with contextlib.suppress(asyncio.CancelledError):  # the answer comes with the end
+                await asyncio.sleep(WAIT_S)
+
+        async def close(self) -> None:
+            ends.append("closed")
+
+    monkeypatch.setattr(link_module, "Client", Late)
+    link = Link(SimpleNamespace(find=lambda: "", starting=False, close=lambda _: None, program=VLLM), "e")  # type: ignore[arg-type]
+    assert connecting.wait(WAIT_S)
+    link.close(WAIT_S)
+    assert ends == ["closed"]
 
 
 class Looking:

@@ -101,6 +101,7 @@ class Link:
         self._renewed = ""  # the same, for as long as this link lives
         self._ready = threading.Event()
         self._logged = ""
+        self._closed = False
         self._thread = threading.Thread(
             target=run_until_stopped, args=(self._loop,), name="transferd-link", daemon=True
         )
@@ -384,6 +385,9 @@ class Link:
         token = self._token or ""
         client = Client(endpoint, engine=self._name, token=token, await_ready=False, connect_timeout=CONNECT_S)
         await client.connect()
+        if self._closed:  # since the connecting began: nobody else would end it
+            await client.close()
+            raise asyncio.CancelledError  # as `_close` is about to do
         client.on_new_boot = lambda: None  # `_watch` notices, and enters again
         return client
 
@@ -438,7 +442,8 @@ class Link:
                 self._log.warning(what, client.endpoint, task_id)
 
     async def _close(self) -> None:
-        self._watching.cancel()
+        self._closed = True
+        self._watching.cancel()  # in a later turn of the loop
         client, self._client = self._client, None
         if client is not None:
             await client.close()
