@@ -496,7 +496,8 @@ class Story(Node):
         self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
         await asyncio.sleep(CALM_S)
         # Nobody else looks at what vanished from a bucket; and what was evicted is copied again at its next use.
-        if "b" in self.shape or (self.disks is not None and self.disks.storage.statistics()["evictions"]):
+        disks = None if self.disks is None else self.context.run(self.disks.storage.statistics)
+        if "b" in self.shape or (disks is not None and disks["evictions"]):
             await self.check_reads(apart=USED_S)  # one use at a time: a use queues a copy only if little waits
         await asyncio.sleep(CALM_S)
 
