@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
@@ -13,6 +14,8 @@ from tests.support.blobs import get
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
 from transferd.errors import StorageUnavailable
+from transferd.runtime.aio import Background
+from transferd.runtime.compat import timeout
 from transferd.runtime.threads import Direction
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome, Outcomes
 from transferd.storage.joined import JoinedStorage, joined
@@ -100,6 +103,25 @@ async def test_a_cancelled_caller_takes_nothing_from_the_others(
     assert [call.result() for call in calls] == [[FOUND]] * 2
     assert [bytes(blob.data) for blob in blobs] == [b"content"] * 2
     assert behind.counts["hits"] == 1, "a call that nobody waits for goes on, and serves those that follow it"
+
+
+async def test_a_backends_own_time_limit_ends_its_call_and_not_the_caller(
+    behind: SimStorage, engines: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first part ran in the caller's task, which the limit then cancelled instead of the call."""
+
+    async def load(*_: object) -> list[Outcome]:
+        with contextlib.suppress(TimeoutError):
+            async with timeout(0.01):
+                await asyncio.sleep(60)
+        return [MISSING]
+
+    monkeypatch.setattr(engines.storage._loads, "_call", load)  # type: ignore[attr-defined]
+
+    async def caller() -> list[Outcome]:
+        return await Background().begin(engines.storage.load([Item("a", 7)], None, [engines.buffer(7)]))
+
+    assert await start(caller()) == [MISSING]
 
 
 async def test_a_get_that_fails_fails_for_all_and_a_missing_object_is_missing_for_all(

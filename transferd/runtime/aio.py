@@ -200,16 +200,16 @@ class Steady(asyncio.Future[T]):
 class Later(Generic[T]):
     """Work that begins once somebody awaits it, or calls `begin`, and then runs to its end (`Steady`).
 
-    It may be dropped before. Its first part is a part of the caller's task, so it must enter no `timeout`.
+    It may be dropped before. now: its first part runs in the step that begins it, which is a step of the caller's task:
+    a `timeout` that it enters there would cancel the caller.
     """
 
-    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, T]], *, now: bool = False) -> None:
+        self._work, self._now = work, now
 
     def begin(self) -> asyncio.Future[T]:
-        """Run it up to where it waits."""
-        rest = begun(self._work())
-        return Steady(rest) if isinstance(rest, Rest) else rest
+        work = begun(self._work()) if self._now else self._work()
+        return work if isinstance(work, asyncio.Future) else Steady(work)
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self.begin().__await__()

@@ -200,7 +200,7 @@ class IndexedStorage(Index, Storage):
                 at_once(self._write_wave(wave, batch))
             if not batch.todo:
                 return answered(batch.outcomes)
-        return Later(functools.partial(self._store_all, batch))
+        return Later(functools.partial(self._store_all, batch), now=True)
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
@@ -211,7 +211,8 @@ class IndexedStorage(Index, Storage):
             reads = self._present(items)
             outcomes, bad = self._judge(items, reads, read_run(reads))
             return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
-        return Later(functools.partial(self._load_all, items, read_run, 0 if drain is None else len(slots)))
+        most = 0 if drain is None else len(slots)
+        return Later(functools.partial(self._load_all, items, read_run, most), now=True)
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import warnings
+from collections.abc import Coroutine
 
 from tests.storage.harness import Open
 from tests.support.simulation.storage import SimStorage
@@ -46,6 +49,22 @@ async def test_objects_are_made_and_taken_a_few_slots_at_a_time(open_storage: Op
     drain.objects.clear()
     assert await store.storage.load(items, drain, slots) == [LEFT] * 7
     assert drain.objects == {}
+
+
+async def test_a_call_that_is_dropped_before_it_begins_leaves_no_coroutine(open_storage: Open) -> None:
+    """As a store of levels drops one that nobody awaits (`is_awaited`)."""
+    behind = SimStorage()
+    behind.slots_at_once = None
+    store = await open_storage(WholeSlots(behind, SimThreads()))  # type: ignore[abstract]
+    items, slots = [Item("a/b/c/0/0", NBYTES)], [store.buffer(NBYTES)]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for call in (store.storage.store(items, lambda *_: True, slots), store.storage.load(items, Taken(), slots)):
+            if isinstance(call, Coroutine):
+                call.close()
+        del call
+        gc.collect()
+    assert not seen
 
 
 async def test_slots_that_a_call_still_uses_take_no_further_objects(open_storage: Open) -> None:

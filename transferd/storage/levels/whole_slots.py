@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 
-from transferd.runtime.aio import uncancelled
+from transferd.runtime.aio import Later
 from transferd.runtime.threads import Direction, Threads
 from transferd.storage.base import FOUND, LEFT, Drainer, Fill, Found, FrontStorage, Item, Outcome, Outcomes, Storage
 
@@ -25,12 +26,16 @@ class WholeSlots(FrontStorage):
         return self
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
-        return self._behind.store(items, None, slots) if fill is None else uncancelled(self._make(items, fill, slots))
+        if fill is None:
+            return self._behind.store(items, None, slots)
+        return Later(functools.partial(self._make, items, fill, slots))
 
     def load(
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
-        return self._behind.load(items, None, slots) if drain is None else uncancelled(self._take(items, drain, slots))
+        if drain is None:
+            return self._behind.load(items, None, slots)
+        return Later(functools.partial(self._take, items, drain, slots))
 
     async def _make(self, items: Sequence[Item], fill: Fill, slots: Sequence[memoryview]) -> list[Outcome]:
         outcomes = [LEFT] * len(items)
