@@ -226,7 +226,7 @@ class Dispatcher:
         flush = self.limits.only_flush and lane is Lane.WRITE
         try:
             admission.check_task(task, self.limits)
-            footprint = admission.footprint_of(task, self.limits) if flush else task.footprint()
+            footprint = admission.footprint_of(task, self.limits)
             if self.hazards.grids:
                 self.hazards.check_targets(footprint)
         except RequestError as error:

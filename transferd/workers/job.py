@@ -249,6 +249,10 @@ class Share(msgspec.Struct, eq=False):
         self.moved.extend(positions)
         self.bytes += nbytes
 
+    @property
+    def stopped(self) -> Stop | None:
+        return self.job.stop.reason
+
     async def copied(self, copying: Coroutine[Any, Any, None], blocks: int) -> bool:
         """Await a copy of so many blocks. Returns False if the task was stopped before every byte had moved."""
         self.step("copy", blocks)
@@ -309,7 +313,7 @@ class Share(msgspec.Struct, eq=False):
         lease, staging = None, self.context.staging
         if needed:
             lease = await self.lease(consumer, staging.slots_at_once(consumer, min(len(items), needed)))
-        if self.job.stop.reason is not None:
+        if self.stopped is not None:
             if lease is not None:
                 lease.release()
             return None
@@ -325,7 +329,7 @@ class Share(msgspec.Struct, eq=False):
         try:
             for work in works:
                 under_way.append(self.context.background.begin(work))
-                if (len(under_way) == most and not await under_way.popleft()) or self.job.stop.reason is not None:
+                if (len(under_way) == most and not await under_way.popleft()) or self.stopped is not None:
                     break
             while under_way:
                 await under_way.popleft()
@@ -375,7 +379,7 @@ class Share(msgspec.Struct, eq=False):
             bytes=self.bytes,
             error=None if complete else self.error or self._why_not_admitted,
             lost=self.lost and not complete,
-            stop=None if complete else self.job.stop.reason,
+            stop=None if complete else self.stopped,
             queue_s=self.job.queue_s,
             copy_s=self.copy_s,
             storage_s=self.storage_s,

@@ -52,7 +52,7 @@ class PartLoad:
         for part, (layers, _) in enumerate(layout.part_ends):
             before = len(positions)
             positions = await self._load_part(part, positions)
-            if share.job.stop.reason is not None or not positions:
+            if share.stopped is not None or not positions:
                 break
             whole = whole and len(positions) == before
             if whole and part < self.blocks.parts - 1:

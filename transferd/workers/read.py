@@ -98,9 +98,7 @@ class Reader:
         finally:
             if blocks is not None:
                 await blocks.end()
-        if (
-            not source.asks_first and share.error is None and share.job.stop.reason is None
-        ):  # else `_found` has counted them
+        if not source.asks_first and share.error is None and share.stopped is None:  # else `_found` has counted them
             self.missed += job.blocks - self._loaded(share)
         return share.outcome()
 
@@ -180,13 +178,13 @@ class _Load:
                 again: Sequence[int] = rest[start : start + size]
                 # A copy may be damaged, and a level of storage too slow: then another level may have the block.
                 for _ in range(2 * self.source.tries - 1):
-                    if not again or self.share.job.stop.reason is not None:
+                    if not again or self.share.stopped is not None:
                         break
                     again = await self._by_slots(again)
         except TransferError as error:
             self.share.failed(error)
             return False
-        return self.good == len(self.positions) or not (self.share.prefix or self.share.job.stop.reason)
+        return self.good == len(self.positions) or not (self.share.prefix or self.share.stopped)
 
     async def _in_place(self) -> Sequence[int]:
         """Have storage's threads copy each object to its block. Returns the positions that are left for slots."""
@@ -264,7 +262,7 @@ class _Load:
             outcomes = loading.result()
             at = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [positions[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
-            if at and share.job.stop.reason is None and await share.computed():
+            if at and share.stopped is None and await share.computed():
                 levels = {i: outcomes[i].level for i in at}
                 again += await self._scatter([positions[i] for i in at], lease, at, levels)
             for outcome in outcomes:

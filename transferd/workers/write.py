@@ -295,9 +295,7 @@ class Writer:
         for outcome in outcomes:
             if outcome.error is not None:
                 share.failed(outcome.error)
-        if (
-            isinstance(outcomes, Outcomes) and share.job.stop.reason is None
-        ):  # a level hung; a stopped task sends no more
+        if isinstance(outcomes, Outcomes) and share.stopped is None:  # a level hung; a stopped task sends no more
             both = zip(chunk.positions, outcomes, strict=True)
             if not left.add([i for i, outcome in both if outcome.found is Found.LEFT]):
                 share.failed(StorageUnavailable("every level of storage hangs that could take the blocks"))
