@@ -79,7 +79,7 @@ def test_each_kind_of_task_is_checked_counted_and_hashed(kind: type[Task]) -> No
     for shape in (LIMITS, TOKENS, replace(LIMITS, storage=False, direct=False, host_blocks=0)):
         with contextlib.suppress(RequestError):
             check_task(task, shape)
-    assert argument_bytes(task) >= 1800
+    assert argument_bytes(task) >= 1850
     assert content_hash(task) == content_hash(least(kind))
     field = "gpu_block_ids" if "gpu_block_ids" in kind.__struct_fields__ else "keys"
     other = msgspec.structs.replace(task, **{field: [1] if field == "gpu_block_ids" else ["other"]})
@@ -308,13 +308,13 @@ def test_a_task_moves_its_blocks_on_every_rank_and_only_a_write_of_a_daemon_that
     assert under_way(swap_out([1], [1]), FLUSH) > 0
 
 
-def test_arguments_count_1800_bytes_a_task_190_a_key_150_an_id_and_the_length_of_texts_and_token_ids() -> None:
-    assert argument_bytes(write("", [])) == 1800
-    assert argument_bytes(write("abc")) == 1800 + 3 * 191 + 3 * 150
-    assert argument_bytes(read("abc", [1, 2, 3, 4])) == 1800 + 3 * 191 + 4 * 150
-    assert argument_bytes(write("", [], token_ids=TokenIds([1, 2, 3]))) == 1800 + 3 * 4
-    assert argument_bytes(swap_out([1, 2], [3, 4])) == 1800 + 4 * 150
-    assert argument_bytes(write("", [], salt="x" * 7, traceparent="t" * 55)) == 1800 + 7 + 55
+def test_arguments_count_1850_bytes_a_task_190_a_key_150_an_id_and_the_length_of_texts_and_token_ids() -> None:
+    assert argument_bytes(write("", [])) == 1850
+    assert argument_bytes(write("abc")) == 1850 + 3 * 191 + 3 * 150
+    assert argument_bytes(read("abc", [1, 2, 3, 4])) == 1850 + 3 * 191 + 4 * 150
+    assert argument_bytes(write("", [], token_ids=TokenIds([1, 2, 3]))) == 1850 + 3 * 4
+    assert argument_bytes(swap_out([1, 2], [3, 4])) == 1850 + 4 * 150
+    assert argument_bytes(write("", [], salt="x" * 7, traceparent="t" * 55)) == 1850 + 7 + 55
 
 
 def test_a_task_has_the_blocks_that_it_names_to_itself() -> None:
