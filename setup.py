@@ -18,6 +18,9 @@ TREE_ONLY = ("transferd.cli.bench", "transferd.cli.demo_pd", "transferd.adapters
 # The extensions need buffers, which are in the limited API from CPython 3.11 on: one build, and so one wheel, serves
 # every later Python. A build for 3.10 serves 3.10 alone.
 STABLE = sys.version_info >= (3, 11)
+EXTENSIONS = (
+    "runtime/_crew", "storage/_files", "storage/_memory", "tiers/_guard", "tiers/_copyruns", "workers/_inplace",
+)  # fmt: skip
 NAME_OF_BUILD = "runtime/build"  # transferd/runtime/version.py reads it
 
 
@@ -70,7 +73,14 @@ else:
                 extra_compile_args=["-O3"],
                 optional=True,  # without a compiler or Python.h the install still works, on the slower twins
             )
-            for name in ("storage/_files", "tiers/_guard", "tiers/_copyruns", "workers/_inplace")
+            for name in (
+                "runtime/_crew",
+                "storage/_files",
+                "storage/_memory",
+                "tiers/_guard",
+                "tiers/_copyruns",
+                "workers/_inplace",
+            )
         ],
         options={"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {},
     )

@@ -79,7 +79,9 @@ async def test_a_read_that_never_returns_ends_with_its_deadline_and_the_daemon_w
     assert left_of(made) == []
     told = events(daemon)
     [last] = [event for event in told if event["event"].startswith("stopped with hanging work; ")]
-    assert any("transferd-file-in-" in what and "effect demo/" in what for what in last["hanging"]), last["hanging"]
+    assert any("transferd-file-in-" in what and "load of 4 objects, demo/" in what for what in last["hanging"]), last[
+        "hanging"
+    ]
     assert not [event for event in told if event["event"] == "stopped"]
     with running(PATIENT, tmp_path, name="hanging") as successor:  # on the same socket and the same store
         async with attached(successor.endpoint) as client:
@@ -141,9 +143,9 @@ async def test_without_threads_a_start_is_refused_in_one_line(tmp_path: Path, ro
 
 
 async def test_a_daemon_that_is_up_needs_no_more_threads(tmp_path: Path) -> None:
-    """Whatever it is asked for then. It may start 92 threads, 48 of them probes, which is more than it needs."""
+    """Whatever it is asked for then. It may start 140 threads, 96 of them probes, which is more than it needs."""
     tree = PATIENT | {"cache": TREE["cache"] | {"host_blocks": 16}}
-    refuse = native.under("pthread_create:92:-1:11")
+    refuse = native.under("pthread_create:140:-1:11")
     with running(tree, tmp_path, prefix=refuse) as daemon:
         async with attached(daemon.endpoint) as client:
             for round_ in range(20):

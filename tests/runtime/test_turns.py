@@ -140,28 +140,6 @@ async def test_a_batch_that_gave_way_is_finished_at_a_close() -> None:
     assert crew.close(20) == []
 
 
-async def test_a_thread_that_turns_to_something_else_says_so_first() -> None:
-    crew, ran = Crew("turns", 1), []  # type: ignore[var-annotated]
-    effect = Held(ran, "flood 0")
-    flood = SharedItems(effect, ["flood 0", "flood 1"], after=lambda: ran.append("after"))
-    wrong = SharedItems(int, ["1", "one", "2"], after=lambda: ran.append("after"))
-    try:
-        first = owned("flood", lambda: crew.run(*flood.shares(1)))
-        assert await asyncio.to_thread(effect.begun.wait, 20)
-        second = owned("other", lambda: crew.run(lambda: ran.append("other")))
-        effect.go.set()
-        await asyncio.gather(first, second)
-        assert ran[:3] == ["flood 0", "after", "other"]
-        assert ran[3:5] == ["flood 1", "after"]
-        del ran[:]
-        with pytest.raises(ValueError, match="one"):
-            await crew.run(*wrong.shares(1))
-        assert set(ran) == {"after"}
-    finally:
-        effect.go.set()
-        assert crew.close() == []
-
-
 async def test_an_item_that_raises_ends_its_batch() -> None:
     def divide(number: int) -> float:
         return 1 / number

@@ -94,7 +94,7 @@ def test_two_effects_on_one_name_are_a_bug() -> None:
 
 @pytest.mark.parametrize(("at_once", "together"), [(0, 4), (2, 2), (9, 4)])
 async def test_at_most_so_many_threads_work_and_results_keep_their_order(at_once: int, together: int) -> None:
-    threads, at_work, left = ThreadPools(6), set[int](), set[int]()
+    threads, at_work = ThreadPools(6), set[int]()
     effects, barrier = Effects(threads, 4), threading.Barrier(together)
 
     def effect(number: int) -> int:
@@ -102,14 +102,11 @@ async def test_at_most_so_many_threads_work_and_results_keep_their_order(at_once
         barrier.wait(20)  # too few would never pass it
         return -number
 
-    def leave() -> None:
-        left.add(threading.get_ident())
-
     try:
         assert await effects.run(Direction.OUT, [], effect) == []
         items = [*range(4 * together)]
-        results = await effects.run(Direction.OUT, items, effect, then=leave, at_once=at_once)
+        results = await effects.run(Direction.OUT, items, effect, at_once=at_once)
     finally:
         threads.close()
     assert results == [-number for number in items]
-    assert (len(at_work), left) == (together, at_work), "each has left what it had"
+    assert len(at_work) == together

@@ -66,3 +66,37 @@ async def test_a_stranger_in_an_objects_place_neither_hangs_a_read_nor_is_follow
     assert kept.read_bytes() == before
     await fill(store, 1)  # and the next write heals it
     assert await present(store, 2) == [1]
+
+
+RUN_OF_TWO_DIRECTORIES = """
+import errno, os, sys
+from tests.support.native import Faults
+from transferd.runtime.native import NativeCall
+from transferd.storage import _files
+
+root, failing = sys.argv[1], int(sys.argv[2])
+os.makedirs(f"{root}/ab/cd")
+lock = f"{root}/lock"
+open(lock, "w").close()
+ours = os.stat(lock)
+data, faults = memoryview(bytearray(500)), Faults()
+names = ["ab/x", "ab/cd/y"]
+orders = [(f"{root}/{name}", data, i, 0, f"{root}/{name}~{i}", None) for i, name in enumerate(names)]
+how = True, os.O_WRONLY, 0o600, 0, False, True, lock, ours.st_dev, ours.st_ino
+call = _files.prepared_store(orders, [], 500, 2, None, None, *how)
+with faults.armed("fsync", errno.EIO, skip=failing):
+    NativeCall(call)()
+print(_files.answers(call), faults.hits, [os.path.exists(f"{root}/{name}") for name in names])
+"""
+
+
+@pytest.mark.parametrize("failing", range(5))
+def test_each_directory_of_a_run_reaches_the_medium_or_none_of_its_objects_has_a_name(
+    tmp_path: Path, failing: int
+) -> None:
+    """Two objects, one of them in a directory below the other's: an fsync each, and one of each directory."""
+    pytest.importorskip("transferd.storage._files", reason="the installation found no compiler")
+    # The second object's own fsync ends the run behind the first one, whose directory is then synced alone.
+    done = {0: [-1, -1], 1: [1, -1], 2: [-1, -1], 3: [-1, -1], 4: [1, 1]}[failing]
+    there = [answer == 1 for answer in done]
+    assert native.run(RUN_OF_TWO_DIRECTORIES, str(tmp_path), str(failing)) == f"{done} {int(failing < 4)} {there}\n"

@@ -1,4 +1,4 @@
-"""`load_file` of the extension _files: a whole file, or None, and then file_io.py finds out why."""
+"""`prepared_load` of the extension _files: a whole file, or none, and then file_io.py finds out why."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from tests.storage.harness import put_stranger, skip_without_direct_io
 from tests.support.descriptors import open_below
 from tests.support.page_cache import pages_in_memory
+from transferd.runtime.native import NativeCall
 from transferd.storage.file_io import UNIT
 from transferd.storage.opening import READ_FLAGS
 
 FLAGS = READ_FLAGS | os.O_DIRECT
 CONTENT = random.Random(1).randbytes(3 * UNIT + 120)
 ALL = (0, 2**40, 0)  # of a file, whatever its length
-READ: tuple[list[bool], int] = ([True], 0)
-NOT: tuple[list[bool], int] = ([], 0)
+READ, NOT = [1], [-1]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,11 @@ def native() -> Any:
     return pytest.importorskip("transferd.storage._files", reason="the installation found no compiler")
 
 
-def load(native: Any, path: Path, data: memoryview, flags: int) -> tuple[list[bool], int]:
-    answer: tuple[list[bool], int] = native.load([(str(path), data, 0, 0)], None, None, b"", flags, ALL)
-    return answer
+def load(native: Any, path: Path, data: memoryview, flags: int) -> list[int]:
+    call = native.prepared_load([(str(path), data, 0, 0)], [], data.nbytes, 1, None, None, b"", flags, ALL)
+    NativeCall(call)()
+    answers: list[int] = native.answers(call)
+    return answers
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.support.page_cache import pages_in_memory
+from transferd.runtime.native import NativeCall
 
 LARGE = 2 * 1024**2  # bytes of the shortest file that is mapped
 
@@ -55,10 +57,29 @@ def load(
         take(view)
         return True
 
-    order = (f"/proc/self/fd/{file.fileno()}", room.data, 0, 0)
-    answers, error = native.load([order], None, taken, b"", os.O_RDONLY, (0, 2**40, 0))
-    assert not error
-    return mapped[0] if answers else None
+    [answer] = load_all(native, [file], room.data, taken)
+    assert answer in (1, -1)
+    return mapped[0] if answer == 1 else None
+
+
+class Drain:
+    """See storage.base.Drainer."""
+
+    wanted = True
+
+    def __init__(self, take: Callable[[int, memoryview], bool]) -> None:
+        self._take = take
+
+    def __call__(self, i: int, view: memoryview) -> bool:
+        return self._take(i, view)
+
+
+def load_all(native: Any, files: list[IO[bytes]], room: memoryview, take: Callable[[int, memoryview], bool]) -> Any:
+    """Load files of one length in one call; the answer for each."""
+    orders = [(f"/proc/self/fd/{file.fileno()}", None, i, 0) for i, file in enumerate(files)]
+    call = native.prepared_load(orders, [room], room.nbytes, 4, None, Drain(take), b"", os.O_RDONLY, (0, 2**40, 0))
+    NativeCall(call)()
+    return native.answers(call)
 
 
 def into(copies: list[bytes]) -> Callable[[memoryview], object]:
@@ -90,7 +111,6 @@ def test_a_file_that_is_cut_off_while_it_is_mapped_is_lost_and_nothing_else_happ
 
         assert load(native, cut, take=both) is None
         assert answers == [True]
-    native.forget_files()
 
 
 def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native: Any) -> None:
@@ -109,7 +129,6 @@ def test_reads_of_files_that_are_truncated_all_the_time_are_right_or_fail(native
                 mapped = load(native, file, LARGE, into(copies))
                 lost.append(mapped is None)
                 assert not mapped or copies == [content]
-            native.forget_files()
 
         with ThreadPoolExecutor(3) as pool:
             breaking, loading = pool.submit(vandal), [pool.submit(loads) for _ in range(2)]
@@ -138,7 +157,6 @@ def test_a_file_in_small_pages_is_read(native: Any) -> None:
             small.write(content[at : at + 4096])
         assert load(native, small, take=into(copies)) is False
         assert copies == [content]
-    native.forget_files()
 
 
 def test_a_file_that_comes_back_from_the_disk_has_large_pages_again(native: Any, tmp_path: Path) -> None:
@@ -147,7 +165,6 @@ def test_a_file_that_comes_back_from_the_disk_has_large_pages_again(native: Any,
     for _ in range(20):  # the kernel may be short of large pages, or take some back
         with path.open("rb", buffering=0) as file:
             map_or_skip(native, file)
-            native.forget_files()  # or the page cache keeps what is to leave it
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             if pages_in_memory(path):
@@ -160,7 +177,6 @@ def test_a_file_that_comes_back_from_the_disk_has_large_pages_again(native: Any,
             path.write_bytes(content)
     else:
         pytest.fail("it came back in small pages 20 times")
-    native.forget_files()
 
 
 def ranges_of(file: IO[bytes]) -> int:
@@ -169,25 +185,28 @@ def ranges_of(file: IO[bytes]) -> int:
     return sum(line.split()[4] == inode for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_a_thread_lets_several_files_go_at_once(native: Any) -> None:
-    native.forget_files()
-    lengths = [LARGE, LARGE + 128, 3 * LARGE, 20 * LARGE, *[LARGE + 128] * 10, 16 * LARGE, LARGE]
-    kept = []
-    for number, nbytes in enumerate(lengths):
-        content = random.Random(number).randbytes(nbytes)
-        with large_file_of(content, nbytes) as file:
-            copies: list[bytes] = []
-            map_or_skip(native, file, into(copies))
-            assert copies == [content]
-            kept.append(ranges_of(file))
-            native.forget_files() if number % 7 == 6 else None
-            assert not ranges_of(file) or number % 7 != 6
-    assert kept == [int(nbytes <= 16 * LARGE) for nbytes in lengths]
-    native.forget_files()
+@pytest.mark.parametrize("nbytes", [LARGE, LARGE + 128, 3 * LARGE, 16 * LARGE, 20 * LARGE])
+def test_a_thread_lets_the_files_of_a_call_go_at_once(native: Any, nbytes: int) -> None:
+    contents = [random.Random(number).randbytes(nbytes) for number in range(6)]
+    # So many fit at a time; then they are let go, and longer ones as soon as they are taken.
+    fit = 16 * LARGE // ((nbytes + LARGE - 1) // LARGE * LARGE)
+    kept: list[int] = []
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(large_file_of(content, nbytes)) for content in contents]
+        for file in files:
+            map_or_skip(native, file)
+        room = np.zeros(nbytes, np.uint8)
+
+        def take(i: int, view: memoryview) -> bool:
+            kept.append(sum(ranges_of(file) for file in files[:i]))
+            return view == contents[i]
+
+        assert load_all(native, files, room.data, take) == [1] * 6
+        assert kept == [i % fit if fit else 0 for i in range(6)]
+        assert [ranges_of(file) for file in files] == [0] * 6
 
 
 def test_a_file_in_use_is_not_let_go(native: Any) -> None:
-    native.forget_files()
     content = random.Random(3).randbytes(LARGE)
     with large_file_of(content) as file, large_file_of(nbytes=3 * LARGE) as other:
 
@@ -195,11 +214,9 @@ def test_a_file_in_use_is_not_let_go(native: Any) -> None:
             for _ in range(30):  # more than fit beside it
                 map_or_skip(native, other)
             assert 1 <= ranges_of(other) <= 16, "those that do not fit are let go at once"
-            native.forget_files()
             assert held == content
 
         map_or_skip(native, file, beside)
-        native.forget_files()
         assert (ranges_of(file), ranges_of(other)) == (0, 0)
 
 
@@ -217,7 +234,6 @@ def test_more_files_than_can_be_mapped_at_once_are_read(native: Any) -> None:
         one_more(memoryview(b""))
         assert answers == [False] + [True] * 64, "the innermost one ended first"
         assert load(native, file), "and the others are free again"
-    native.forget_files()
 
 
 @pytest.mark.parametrize("handlers", ["", "before", "after", "before after"])
@@ -225,6 +241,7 @@ def test_a_foreign_bus_error_ends_the_process_as_before(native: Any, handlers: s
     """handlers: when Python's own handler, which prints where it happened, is set."""
     program = textwrap.dedent(f"""
         import faulthandler, mmap, os, tempfile
+        from transferd.runtime.native import NativeCall
         from transferd.storage import _files as native
         if "before" in {handlers!r}:
             faulthandler.enable()
@@ -236,7 +253,14 @@ def test_a_foreign_bus_error_ends_the_process_as_before(native: Any, handlers: s
         file.write(bytes({LARGE}))
         file.flush()
         order = (f"/proc/self/fd/{{file.fileno()}}", bytearray({LARGE}), 0, 0)
-        native.load([order], None, lambda i, view: True, b"", os.O_RDONLY, (0, {LARGE}, 0))
+        class Drain:
+            wanted = True
+            def __call__(self, i, view):
+                return True
+        how = None, Drain(), b"", os.O_RDONLY, (0, {LARGE}, 0)
+        call = native.prepared_load([order], [], {LARGE}, 1, *how)
+        NativeCall(call)()
+        assert native.answers(call) == [1]
         mine = mmap.mmap(file.fileno(), {LARGE})
         os.truncate(file.fileno(), 0)
         print("alive", flush=True)

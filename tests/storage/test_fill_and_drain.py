@@ -15,7 +15,6 @@ from tests.storage.harness import BACKENDS, Backend, Harness, Open, file_config
 from tests.support.blobs import put
 from tests.support.page_cache import pages_in_memory
 from tests.support.waits import until
-from transferd.storage import file as file_module
 from transferd.storage import file_io
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Outcome
 from transferd.storage.file import FileStorage
@@ -148,24 +147,6 @@ async def test_a_load_counts_as_a_use(open_backend: Open, backend: Backend) -> N
     await store.put((name("dd"), content(4)))
     assert await store.storage.exists([name(text) for text in ("aa", "bb", "cc", "dd")]) == [True, False, True, True]
     assert store.storage.statistics()["hits"] == 1
-
-
-async def test_a_thread_leaves_a_batch_after_its_last_load_and_before_the_answer(
-    tmp_path: Path, open_storage: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = await open_storage(FileStorage(file_config(tmp_path, 64 * 1024**2)))
-    for i in range(40):
-        await store.put((name(f"{i:02x}"), content(i, 5000)))
-    drain = Taken()
-    monkeypatch.setattr(
-        file_module, "leave_files", lambda: drain.threads.append(f"left {threading.current_thread().name}")
-    )
-    await load(store, drain, *((f"{i:02x}", 5000) for i in range(40)))
-    told = list(drain.threads)
-    loaders = {line for line in told if not line.startswith("left ")}
-    assert loaders
-    for thread in loaders:
-        assert [line for line in told if line.endswith(thread)][-1] == f"left {thread}"
 
 
 # --- files: what the page cache has ---------------------------------------------------------------

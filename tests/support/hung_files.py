@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from transferd.storage.base import Drainer
 from transferd.storage.batch import Answer, Read, StoreBatch, Write
 from transferd.storage.file import FileStorage
+from transferd.storage.indexed import IndexedStorage
 
 HANGS = ".hangs"
 
@@ -21,6 +22,16 @@ class HungFiles(FileStorage):
 
     backend = "hung"
 
+    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
+        await (IndexedStorage._write_all(self, batch, writes) if self._hangs else super()._write_all(batch, writes))
+
+    async def _read_all(
+        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
+    ) -> Sequence[Answer]:
+        if self._hangs:
+            return await IndexedStorage._read_all(self, drain, slots, reads)
+        return await super()._read_all(drain, slots, reads)
+
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         self._hang()
         super()._write_run(batch, run)
@@ -29,6 +40,10 @@ class HungFiles(FileStorage):
         self._hang()
         return super()._read_run(drain, slots, run)
 
+    @property
+    def _hangs(self) -> bool:
+        return os.path.exists(self.path + HANGS)
+
     def _hang(self) -> None:
-        while os.path.exists(self.path + HANGS):
+        while self._hangs:
             time.sleep(0.02)

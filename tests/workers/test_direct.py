@@ -27,7 +27,9 @@ from tests.workers.rig import (
     turns,
     write,
 )
-from transferd.storage import file, file_io
+from transferd.runtime import threads
+from transferd.runtime.native import NativeCall
+from transferd.storage import directory, file, file_io
 from transferd.storage.base import Drainer, Item, Outcome
 from transferd.storage.file import FileStorage
 from transferd.storage.file_io import UNIT
@@ -111,21 +113,41 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, read_before: bool = False) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        real, taken = _files.load, threading.Lock()
+        real, taken = _files.prepared_load, threading.Lock()
 
         def hold() -> None:
             self.begun.set()
             assert self.go_on.wait(60)
 
-        def held(orders: Any, lent: Any, take: Any, busy: Any, *more: Any) -> Any:
-            if not taken.acquire(blocking=False):
-                return real(orders, lent, take, busy, *more)
-            if read_before:
-                return real(orders, None, lambda i, data: hold() or take(i, data), b"", *more)
-            hold()
-            return real(orders, lent, take, busy, *more)
+        class HeldDrain:
+            wanted = True
 
-        monkeypatch.setattr(_files, "load", held)
+            def __init__(self, drain: Any) -> None:
+                self._drain = drain
+
+            def __call__(self, i: int, data: memoryview) -> bool:
+                hold()
+                taken: bool = self._drain(i, data)
+                return taken
+
+        class HeldCall(NativeCall):
+            """The first one waits."""
+
+            def __call__(self) -> None:
+                if taken.acquire(blocking=False):
+                    hold()
+                super().__call__()
+
+        def held(orders: Any, slots: Any, nbytes: int, run: int, lent: Any, take: Any, busy: Any, *more: Any) -> Any:
+            if not taken.acquire(blocking=False):
+                return real(orders, slots, nbytes, run, lent, take, busy, *more)
+            return real(orders, slots, nbytes, run, None, HeldDrain(take), b"", *more)
+
+        if read_before:
+            monkeypatch.setattr(_files, "prepared_load", held)
+        else:
+            monkeypatch.setattr(threads, "NativeCall", ())  # so that it runs in a thread of Python's
+            monkeypatch.setattr(directory, "NativeCall", HeldCall)
 
     async def reached(self) -> None:
         assert await asyncio.to_thread(self.begun.wait, 60)
@@ -219,7 +241,8 @@ async def test_a_changed_or_replaced_file_is_a_miss_or_an_error(rig: Rig, strang
 
 
 async def test_a_disk_error_is_reported_after_one_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_files, "load", lambda *_: ([], errno.EIO))
+    answers = _files.answers
+    monkeypatch.setattr(_files, "answers", lambda call: [errno.EIO for _ in answers(call)])
     outcome = await rig.run(read(KEYS, TARGET, prefix=False))
     assert list(outcome.moved) == []
     assert outcome.error is not None

@@ -82,7 +82,7 @@ class Daemon:
         self.recorder = Recorder(config.recorder.tasks, clock)
         plan = build(config, clock, storage)
         self.tokens, self.storage = plan.tokens, plan.storage
-        self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS)
+        self.threads = threads if threads is not None else ThreadPools(COPY_THREADS, setup=SETUP_THREADS, native=0)
         if self.storage is not None:
             self.storage = joined(self.storage, self.threads, inline_check_bytes)
             self.storage.index.expect(_plausible if plan.engine is None else plan.engine.objects.possible)

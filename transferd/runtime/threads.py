@@ -37,14 +37,16 @@ from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 from transferd.errors import Closed, NoThreads
+from transferd.runtime import native
+from transferd.runtime.native import NativeCall, NativeThreads
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 CLOSE_S = 1.0  # how long a close waits for running functions; callers have already waited for their own work
-# The fewest threads a daemon needs: for copies, set-up, storage, log and dumps, and for libzmq and libuv, which abort
-# the process if they cannot start a thread.
-LEAST = 56
+# The fewest threads a daemon needs: for copies, set-up, storage (48 past the page cache), log and dumps, and for libzmq
+# and libuv, which abort the process if they cannot start a thread.
+LEAST = 96
 
 
 # The engine for which this context runs functions.
@@ -59,6 +61,9 @@ class Direction(enum.Enum):
     OUT = "out"
     IN = "in"
     SETUP = "setup"
+
+
+STANDS_BACK = 10  # nice value of native threads that store: nobody waits for them as an engine waits for a load
 
 
 class Threads(Protocol):
@@ -103,21 +108,25 @@ class Work(asyncio.Future[T]):
     def refuse(self, error: Exception) -> None:
         """Withdraw the function with an error, unless a thread has taken it."""
         if self._take_turn():
-            self._function.clear()
-            self.set_exception(error)
-            self.exception()  # mark it retrieved: asyncio must not log it if no caller is left
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """End with an error; no thread will begin it."""
+        self._function.clear()
+        self.set_exception(error)
+        self.exception()  # mark it retrieved: asyncio must not log it if no caller is left
 
     def execute(self, give_way: Callable[[], bool] = bool) -> bool:
         """In a thread: run the function, unless it was withdrawn. If True, call `deliver` next, on the loop.
 
-        give_way: called between the items of an ItemShare. If it returns True, this returns False with `begun` set, and
-        the rest of the items needs another call.
+        give_way: called between the items of an ItemShare or a NativeCall. If it returns True, this returns False with
+            `begun` set, and the rest of the items needs another call.
         """
         if not self.begun and not self._take_turn():
             return False
         self.begun = True
         try:
-            if isinstance(self._function[0], ItemShare) and not self._function[0].go_on(give_way):
+            if isinstance(self._function[0], (ItemShare, NativeCall)) and not self._function[0].go_on(give_way):
                 return False
             self._returned.append(self._function.pop()())  # no name for it: an error's traceback would keep it alive
         except BaseException as error:  # noqa: BLE001 - the caller gets it
@@ -143,6 +152,22 @@ class Work(asyncio.Future[T]):
             return self._turn.pop()
         except IndexError:
             return False
+
+
+class NativeWork(Work[None]):
+    """A call on its way through threads that need no interpreter."""
+
+    def __init__(self, call: NativeCall, what: object, threads: NativeThreads) -> None:
+        super().__init__(call, what)
+        self._threads = threads
+
+    def deliver(self) -> None:
+        self._function.clear()
+        self.what = None
+        self.set_result(None)
+
+    def _take_turn(self) -> bool:
+        return self._threads.withdraw(self)
 
 
 class Turns:
@@ -214,10 +239,16 @@ class Crew:
     def __init__(self, name: str, size: int) -> None:
         self.name = name
         self._size = size
+        self._nice: int | None = None
+        self._native: NativeThreads | None = None
         self._queue = Turns()
         self._threads: list[threading.Thread] = []
         self._running: dict[str, tuple[object, float]] = {}  # by a thread's name: what, and since when
         self._closed = False
+
+    def with_native(self, nice: int) -> None:
+        """Have as many threads for native calls, too, with this nice value. Before `open`."""
+        self._nice = nice if native.NATIVE else None
 
     def open(self) -> None:
         """Start every thread now. Raises NoThreads (and then none runs) or Closed. Idempotent."""
@@ -226,6 +257,8 @@ class Crew:
         try:
             while len(self._threads) < self._size:
                 self._threads.append(self._start(f"{self.name}-{len(self._threads)}"))
+            if self._nice is not None and self._native is None:
+                self._native = NativeThreads(self.name, self._size, self._nice)
         except NoThreads:
             self._dismiss()
             self._threads.clear()
@@ -234,10 +267,15 @@ class Crew:
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
         """A future of the function's result. Raises NoThreads or Closed, and then the function never runs."""
         self.open()
-        work = Work(function, what)
+        threads = self._native
+        if threads is not None and isinstance(function, NativeCall) and not function.calls:
+            work: Work[Any] = NativeWork(function, what, threads)
+            threads.put(work, function, whose.get())
+        else:
+            work = Work(function, what)
+            self._queue.put(work)
         if (notes := noted.get()) is not None:
             notes.append(work)
-        self._queue.put(work)  # type: ignore[arg-type] # works of different types wait in one queue
         return work
 
     def under_way(self) -> list[str]:
@@ -245,7 +283,8 @@ class Crew:
         now = time.monotonic()
         idents = {thread.name: thread.ident for thread in self._threads}
         running = list(self._running.items())
-        return [f"{name}: {what}, {now - since:.1f} s{_where(idents.get(name))}" for name, (what, since) in running]
+        own = [f"{name}: {what}, {now - since:.1f} s{_where(idents.get(name))}" for name, (what, since) in running]
+        return own if self._native is None else own + self._native.under_way()
 
     def close(self, within: float = CLOSE_S) -> list[str]:
         """Accept no more, withdraw what waits, wait for what runs. Returns what still runs. Idempotent."""
@@ -257,9 +296,13 @@ class Crew:
                 else:
                     waiting.refuse(Closed(f"{self.name}: closed before its turn came"))
             self._dismiss()
+            for unbegun in self._native.dismiss() if self._native else ():
+                unbegun.give_up(Closed(f"{self.name}: closed before its turn came"))
         end = time.monotonic() + within
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
+        if self._native is not None:
+            self._native.join(end - time.monotonic())
         return self.under_way()
 
     def _dismiss(self) -> None:
@@ -286,13 +329,19 @@ class ThreadPools:
     """A crew of threads per direction, so that a load never waits behind a burst of stores, or behind set-up.
 
     setup: how many threads make and free memory. With 0 the IN threads do that, for owners without copies at that time.
+    native: have as many threads for native calls, too; those of OUT with this nice value.
     """
 
-    def __init__(self, threads_per_direction: int, *, setup: int = 0, name: str = "transferd") -> None:
+    def __init__(
+        self, threads_per_direction: int, *, setup: int = 0, name: str = "transferd", native: int | None = None
+    ) -> None:
         sizes = dict.fromkeys((Direction.OUT, Direction.IN), threads_per_direction)
         if setup:
             sizes[Direction.SETUP] = setup
         self._crews = {direction: self._crew(f"{name}-{direction.value}", size) for direction, size in sizes.items()}
+        if native is not None:
+            self._crews[Direction.OUT].with_native(native)
+            self._crews[Direction.IN].with_native(0)
 
     def _crew(self, name: str, size: int) -> Crew:
         return Crew(name, size)
@@ -317,14 +366,12 @@ class SharedItems(Generic[S, T]):
     """Items for several threads. Each thread takes the next waiting item, so a slow thread delays only its own item.
 
     effect: called with each item.
-    after: called in a thread when it turns to something else, for a while or for good.
     results: what `effect` returned, in the order of the items; complete when every share has ended without an error.
     """
 
     effect: Callable[[S], T]
     items: Sequence[S]
     name_of: Callable[[S], str] = str
-    after: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.items)))  # positions of items that no thread has taken
@@ -347,14 +394,10 @@ class ItemShare:
 
     def go_on(self, give_way: Callable[[], bool]) -> bool:
         """Do items until none waits. Returns False as soon as `give_way` returns True after an item, else True."""
-        try:
-            while self._step():
-                if give_way():
-                    return False
-            return True
-        finally:
-            if self._shared.after:
-                self._shared.after()
+        while self._step():
+            if give_way():
+                return False
+        return True
 
     def _step(self) -> bool:
         """Do the next item, if one waits. Returns whether more wait."""

@@ -17,6 +17,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "../runtime/_native.h"
 #include "../tiers/_guard.h"
 #include "../workers/_footer.h"
 #include "../workers/_lent.h"
@@ -24,109 +25,8 @@
 #include "_warm.h"
 
 #define UNIT 4096           /* bytes; of direct I/O, as in file_io.py */
+#define MOST_SLOTS 64
 #define FETCHED_BYTES 524288 /* fewer bytes are read from the disk as fast without `fetch` */
-
-/* One object of a call. position: in the caller's batch. number: of its block among the lent ones. temporary, spare: of a
- * store; spare is NULL if no file is to be written over. */
-typedef struct {
-    PyObject *path, *temporary, *spare;
-    Py_buffer data;
-    Py_ssize_t position, number;
-} Object;
-
-/* The objects of a call. lent: NULL if no blocks are. callable: what makes or takes an object that `lent` does not; NULL if the
- * objects stay in the caller's memory. busy: see Lent in base.py. */
-typedef struct {
-    Object *object;
-    Py_ssize_t count;
-    Lent *lent;
-    PyObject *callable;
-    Py_buffer busy;
-} Call;
-
-static void close_call(Call *call)
-{
-    for (Py_ssize_t i = 0; call->object && i < call->count; i++) {
-        Object *one = call->object + i;
-        if (one->data.obj)
-            PyBuffer_Release(&one->data);
-        Py_XDECREF(one->path);
-        Py_XDECREF(one->temporary);
-        Py_XDECREF(one->spare);
-    }
-    PyMem_Free(call->object);
-    if (call->busy.obj)
-        PyBuffer_Release(&call->busy);
-}
-
-static int open_object(Object *one, PyObject *order, int flags)
-{
-    PyObject *given, *spare = Py_None;
-
-    if (!PyArg_ParseTuple(order, "O&Onn|O&O", PyUnicode_FSConverter, &one->path, &given, &one->position, &one->number,
-                          PyUnicode_FSConverter, &one->temporary, &spare)) {
-        one->path = one->temporary = NULL; /* the converters have released theirs */
-        return -1;
-    }
-    if (spare != Py_None && !PyUnicode_FSConverter(spare, &one->spare)) {
-        one->spare = NULL;
-        return -1;
-    }
-    return PyObject_GetBuffer(given, &one->data, flags);
-}
-
-/* blocks, callable, busy: None for none. flags: of the buffers. */
-static int open_call(Call *call, PyObject *orders, PyObject *blocks, PyObject *callable, PyObject *busy, int flags)
-{
-    call->callable = callable == Py_None ? NULL : callable;
-    call->count = PyList_Size(orders);
-    if (blocks != Py_None && !(call->lent = PyCapsule_GetPointer(blocks, LENT)))
-        return -1;
-    if (busy && PyObject_GetBuffer(busy, &call->busy, PyBUF_SIMPLE) < 0)
-        return -1;
-    if (!(call->object = PyMem_Calloc((size_t)call->count + 1, sizeof *call->object))) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < call->count; i++) {
-        Object *one = call->object + i;
-        if (open_object(one, PyList_GetItem(orders, i), flags) < 0)
-            return -1;
-        if (call->lent && (one->number < 0 || one->number >= call->lent->count || (size_t)one->data.len != call->lent->nbytes ||
-                           (call->busy.len && one->number >= call->busy.len))) {
-            PyErr_SetString(PyExc_ValueError, "an object is of none of the lent blocks, or of another length");
-            return -1;
-        }
-    }
-    return guard->ready();
-}
-
-static int is_busy(const Call *call, const Object *one)
-{
-    return call->busy.len && ((const volatile char *)call->busy.buf)[one->number];
-}
-
-/* Calls the callable with an object's position, its bytes and perhaps one more argument: whether it returned a true value, or -1
- * with an exception. */
-static int called(const Call *call, const Object *one, void *data, int flags, PyObject *more)
-{
-    PyObject *view = PyMemoryView_FromMemory(data, one->data.len, flags), *answer = NULL, *released;
-    int result;
-
-    if (!view)
-        return -1;
-    answer = more ? PyObject_CallFunction(call->callable, "nOO", one->position, view, more)
-                  : PyObject_CallFunction(call->callable, "nO", one->position, view);
-    result = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    if (result >= 0) {
-        released = PyObject_CallMethod(view, "release", NULL);
-        result = released ? result : -1;
-        Py_XDECREF(released);
-    }
-    Py_DECREF(view);
-    return result;
-}
 
 /* How far `put` came. */
 enum { NAMED, NOT_RETIRED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
@@ -252,47 +152,6 @@ static int put_whole(const Order *order)
     return reached == NAMED;
 }
 
-static PyObject *store(PyObject *module, PyObject *args)
-{
-    PyObject *orders, *blocks, *callable;
-    Call call = {NULL};
-    Order order = {NULL};
-    int near, good = 1;
-    Py_ssize_t done = 0;
-
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!OOpiiipp", &PyList_Type, &orders, &blocks, &callable, &near, &order.flags, &order.mode,
-                          &order.directory_mode, &order.allocates, &order.syncs))
-        return NULL;
-    if (open_call(&call, orders, blocks, callable, NULL, callable == Py_None ? PyBUF_SIMPLE : PyBUF_WRITABLE) < 0) {
-        close_call(&call);
-        return NULL;
-    }
-    PyThreadState *thread = PyEval_SaveThread();
-    for (; done < call.count; done++) {
-        const Object *one = call.object + done;
-        good = call.callable ? call.lent && call.lent->fill(call.lent, one->number, one->data.buf, near) == 1 : 1;
-        if (!good) {
-            PyEval_RestoreThread(thread);
-            good = called(&call, one, one->data.buf, PyBUF_WRITE, near ? Py_True : Py_False);
-            thread = PyEval_SaveThread();
-        }
-        if (good <= 0)
-            break;
-        order.spare = one->spare ? PyBytes_AsString(one->spare) : NULL;
-        order.temporary = PyBytes_AsString(one->temporary);
-        order.path = PyBytes_AsString(one->path);
-        order.data = one->data.buf;
-        order.nbytes = one->data.len;
-        order.direct = order.flags & O_DIRECT ? order.nbytes / UNIT * UNIT : 0;
-        if (!put_whole(&order))
-            break;
-    }
-    PyEval_RestoreThread(thread);
-    close_call(&call);
-    return good < 0 ? NULL : PyLong_FromSsize_t(done);
-}
-
 /* Reads the whole file past the page cache. -1: it is not to be read so, or has become shorter. EIO: the disk cannot read
  * it, and should not be asked again, because it may have tried for a minute. */
 static int read_direct(int fd, unsigned char *data, size_t nbytes)
@@ -385,80 +244,347 @@ static int load_one(const char *path, Load *order)
     return failed;
 }
 
-/* Has a loaded object taken: 1, or 0 if not, -1 with an exception, -2 if the file lost some of its bytes meanwhile. */
-static int pass_on(const Call *call, const Object *one, Load *order, PyThreadState **thread)
+/* One object of a call. position: in the caller's batch. number: of its block among the lent ones. data: its bytes, unless the call has
+ * slots. temporary, spare: of a store; spare is NULL if no file is to be written over. answer: LEFT, or what came of it. */
+typedef struct {
+    PyObject *path, *temporary, *spare;
+    Py_buffer data;
+    Py_ssize_t position, number;
+    int answer;
+} Object;
+
+enum { LEFT = -1, NOT_TAKEN, DONE }; /* or the errno of a disk that cannot read it */
+
+/* Runs of `run` objects, to store or to load. lent: NULL if no blocks are. callable: makes or takes what `lent` does not; NULL if the
+ * objects stay in the caller's memory. busy: see Lent in lent.py. slot: those that threads share, one at a time, to make or to read
+ * objects in; unused: bits of those that no thread has. lock: the file whose identity says that the directory is ours. */
+typedef struct {
+    Native native;
+    Object *object;
+    Py_ssize_t count, run;
+    PyObject *blocks, *callable, *lock;
+    Lent *lent;
+    Py_buffer busy, slot[MOST_SLOTS];
+    int slots;
+    _Atomic uint64_t unused;
+    unsigned long long device, inode;
+    size_t nbytes; /* of an object in a slot */
+    int near;
+    Order store;
+    Load load;
+} Call;
+
+static void close_call(PyObject *capsule)
+{
+    Call *call = PyCapsule_GetPointer(capsule, NATIVE);
+
+    for (Py_ssize_t i = 0; i < call->count; i++) {
+        Object *one = call->object + i;
+        if (one->data.obj)
+            PyBuffer_Release(&one->data);
+        Py_XDECREF(one->path);
+        Py_XDECREF(one->temporary);
+        Py_XDECREF(one->spare);
+    }
+    while (call->slots)
+        PyBuffer_Release(&call->slot[--call->slots]);
+    if (call->busy.obj)
+        PyBuffer_Release(&call->busy);
+    Py_XDECREF(call->blocks);
+    Py_XDECREF(call->callable);
+    Py_XDECREF(call->lock);
+    PyMem_Free(call->object);
+    PyMem_Free(call);
+}
+
+/* Whether the buffer is as long as an object in a slot, or at least so. */
+static int is_long_enough(const Call *call, const Py_buffer *data, int slot)
+{
+    return slot ? (size_t)data->len >= call->nbytes : (size_t)data->len == call->nbytes;
+}
+
+static int open_object(Call *call, Object *one, PyObject *order, int flags)
+{
+    PyObject *given, *spare = Py_None;
+
+    one->answer = LEFT;
+    if (!PyArg_ParseTuple(order, "O&Onn|O&O", PyUnicode_FSConverter, &one->path, &given, &one->position, &one->number,
+                          PyUnicode_FSConverter, &one->temporary, &spare)) {
+        one->path = one->temporary = NULL; /* the converters have released theirs */
+        return -1;
+    }
+    if (spare != Py_None && !PyUnicode_FSConverter(spare, &one->spare)) {
+        one->spare = NULL;
+        return -1;
+    }
+    if (given != Py_None && PyObject_GetBuffer(given, &one->data, flags) < 0)
+        return -1;
+    if ((given == Py_None) == (call->slots > 0) && (given == Py_None || is_long_enough(call, &one->data, 0)) &&
+        (!call->lent || (one->number >= 0 && one->number < call->lent->count && (!call->busy.len || one->number < call->busy.len))))
+        return 0;
+    PyErr_SetString(PyExc_ValueError, "an object has no memory, or another length, or is of none of the lent blocks");
+    return -1;
+}
+
+/* Takes what is the same for stores and loads; the capsule owns the call from then on. blocks, callable: None for none. */
+static PyObject *open_call(Call *given, PyObject *orders, PyObject *slots, PyObject *blocks, PyObject *callable, PyObject *busy, int flags)
+{
+    Call *call = PyMem_Malloc(sizeof *call);
+    PyObject *capsule;
+    Py_ssize_t count = PyList_Size(orders);
+
+    if (!call)
+        return PyErr_NoMemory();
+    *call = *given;
+    if (!(capsule = PyCapsule_New(call, NATIVE, close_call))) {
+        PyMem_Free(call);
+        return NULL;
+    }
+    if (callable != Py_None)
+        Py_INCREF(call->callable = callable);
+    Py_XINCREF(call->lock);
+    if (blocks != Py_None) {
+        Py_INCREF(call->blocks = blocks);
+        if (!(call->lent = PyCapsule_GetPointer(blocks, LENT)))
+            goto failed;
+    }
+    if (busy && PyObject_GetBuffer(busy, &call->busy, PyBUF_SIMPLE) < 0)
+        goto failed;
+    for (; call->slots < PyList_Size(slots) && call->slots < MOST_SLOTS; call->slots++) {
+        if (PyObject_GetBuffer(PyList_GetItem(slots, call->slots), &call->slot[call->slots], PyBUF_WRITABLE) < 0)
+            goto failed;
+        call->unused |= (uint64_t)1 << call->slots;
+        if (!is_long_enough(call, &call->slot[call->slots], 1)) {
+            call->slots++;
+            PyErr_SetString(PyExc_ValueError, "a slot is shorter than an object");
+            goto failed;
+        }
+    }
+    if (!(call->object = PyMem_Calloc((size_t)count + 1, sizeof *call->object))) {
+        PyErr_NoMemory();
+        goto failed;
+    }
+    if (call->run < 1 || (call->lent && call->nbytes != call->lent->nbytes)) {
+        PyErr_SetString(PyExc_ValueError, "runs of one object at least, of the length of the lent blocks' objects");
+        goto failed;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        call->count++; /* so that it is closed if it is wrong */
+        if (open_object(call, call->object + i, PyList_GetItem(orders, i), flags) < 0)
+            goto failed;
+    }
+    call->native.count = (count + call->run - 1) / call->run;
+    if (guard->ready() == 0)
+        return capsule;
+failed:
+    Py_DECREF(capsule);
+    return NULL;
+}
+
+/* A slot that no other thread has: there are as many as threads at work. -1 if the call has none, because each object has memory. */
+static int take_slot(Call *call)
+{
+    uint64_t unused = atomic_load(&call->unused);
+
+    while (unused)
+        if (atomic_compare_exchange_weak(&call->unused, &unused, unused & (unused - 1)))
+            return __builtin_ctzll(unused);
+    return -1;
+}
+
+static void return_slot(Call *call, int slot)
+{
+    if (slot >= 0)
+        atomic_fetch_or(&call->unused, (uint64_t)1 << slot);
+}
+
+static int is_busy(const Call *call, const Object *one)
+{
+    return call->busy.len && ((const volatile char *)call->busy.buf)[one->number];
+}
+
+/* Whether the callable, which lends no blocks, still wants its objects. */
+static int is_wanted_by(PyObject *callable)
+{
+    PyGILState_STATE held = PyGILState_Ensure();
+    PyObject *answer = PyObject_GetAttrString(callable, "wanted");
+    int wanted = answer && PyObject_IsTrue(answer) == 1;
+
+    PyErr_Clear();
+    Py_XDECREF(answer);
+    PyGILState_Release(held);
+    return wanted;
+}
+
+/* Calls the callable with an object's position, its bytes and perhaps one more argument: whether it returned a true value. What it
+ * raises is left to the slow twin, which calls it again. */
+static int called(const Call *call, const Object *one, void *data, int flags, PyObject *more)
+{
+    PyGILState_STATE held = PyGILState_Ensure();
+    PyObject *view = PyMemoryView_FromMemory(data, (Py_ssize_t)call->nbytes, flags), *answer = NULL, *released = NULL;
+    int result = -1;
+
+    if (view)
+        answer = more ? PyObject_CallFunction(call->callable, "nOO", one->position, view, more)
+                      : PyObject_CallFunction(call->callable, "nO", one->position, view);
+    if (answer && (result = PyObject_IsTrue(answer)) >= 0 && !(released = PyObject_CallMethod(view, "release", NULL)))
+        result = -1;
+    PyErr_Clear();
+    Py_XDECREF(released);
+    Py_XDECREF(answer);
+    Py_XDECREF(view);
+    PyGILState_Release(held);
+    return result;
+}
+
+/* Brings the new names of a run to the medium: the directory of each, after its last one. If that fails, all of them are removed. */
+static int sync_names(const Object *first, const Object *end)
+{
+    char directory[4096];
+    int good = 1;
+
+    for (const Object *one = first; one < end && good; one++) {
+        const char *path = PyBytes_AsString(one->path), *slash = strrchr(path, '/'), *next;
+        size_t length = slash ? (size_t)(slash - path) : sizeof directory;
+        if (one + 1 < end && (next = PyBytes_AsString(one[1].path)) && strncmp(path, next, length + 1) == 0 &&
+            !strchr(next + length + 1, '/'))
+            continue;
+        good = 0;
+        if (length >= sizeof directory)
+            break;
+        memcpy(directory, path, length);
+        directory[length] = 0;
+        int fd = open(directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        good = fd >= 0 && fsync(fd) == 0;
+        if (fd >= 0)
+            close(fd);
+    }
+    for (const Object *one = first; one < end && !good; one++)
+        unlink(PyBytes_AsString(one->path));
+    return good;
+}
+
+static int is_ours(const Call *call)
+{
+    struct stat found;
+
+    return lstat(PyBytes_AsString(call->lock), &found) == 0 && found.st_dev == call->device && found.st_ino == call->inode;
+}
+
+/* Stores a run, up to the first object with which anything is unusual. */
+static void store_run(Native *native, Py_ssize_t item)
+{
+    Call *call = (Call *)native;
+    Object *first = call->object + item * call->run, *one = first, *end = call->object + call->count;
+    Order order = call->store;
+    int slot = take_slot(call), good = 1;
+
+    if (end - first > call->run)
+        end = first + call->run;
+    if (!is_ours(call))
+        end = first;
+    for (; one < end; one++) {
+        unsigned char *data = slot < 0 ? one->data.buf : call->slot[slot].buf;
+        if (call->lent)
+            good = call->lent->fill(call->lent, one->number, data, call->near) == 1;
+        else if (call->callable)
+            good = called(call, one, data, PyBUF_WRITE, call->near ? Py_True : Py_False) == 1;
+        if (!good)
+            break;
+        order.spare = one->spare ? PyBytes_AsString(one->spare) : NULL;
+        order.temporary = PyBytes_AsString(one->temporary);
+        order.path = PyBytes_AsString(one->path);
+        order.data = data;
+        if (!put_whole(&order))
+            break;
+    }
+    return_slot(call, slot);
+    if (!order.syncs || sync_names(first, one))
+        while (one > first)
+            (--one)->answer = DONE;
+}
+
+static PyObject *prepared_store(PyObject *module, PyObject *args)
+{
+    PyObject *orders, *slots, *blocks, *callable;
+    Call call = {.native = {.one = store_run}};
+    Order *order = &call.store;
+
+    (void)module;
+    if (!PyArg_ParseTuple(args, "O!O!nnOOpiiippO&KK", &PyList_Type, &orders, &PyList_Type, &slots, &call.nbytes, &call.run, &blocks,
+                          &callable, &call.near, &order->flags, &order->mode, &order->directory_mode, &order->allocates, &order->syncs,
+                          PyUnicode_FSConverter, &call.lock, &call.device, &call.inode))
+        return NULL;
+    order->nbytes = (long long)call.nbytes;
+    order->direct = order->flags & O_DIRECT ? order->nbytes / UNIT * UNIT : 0;
+    PyObject *lock = call.lock, *capsule = open_call(&call, orders, slots, blocks, callable, NULL, PyBUF_SIMPLE);
+    Py_DECREF(lock);
+    return capsule;
+}
+
+/* Has a loaded object taken: 1, 0 if not, or -1 if that is unknown, or the file lost some of its bytes meanwhile. */
+static int pass_on(const Call *call, const Object *one, Load *order)
 {
     unsigned char *data = order->mapping ? (unsigned char *)atomic_load(&order->mapping->begin) : order->data;
     int taken = call->lent && !is_busy(call, one) && call->lent->take(call->lent, one->number, data) == 1, lost = 0;
 
-    if (!taken) {
-        PyEval_RestoreThread(*thread);
+    if (!taken)
         taken = called(call, one, data, PyBUF_READ, NULL);
-        *thread = PyEval_SaveThread();
-    }
     if (order->mapping) {
         lost = order->mapping->lost;
         unmap_file(order->mapping);
     }
-    return lost && taken >= 0 ? -2 : taken;
+    return lost ? -1 : taken;
 }
 
-static PyObject *load(PyObject *module, PyObject *args)
+/* Loads a run, up to the first object with which anything is unusual. */
+static void load_run(Native *native, Py_ssize_t item)
 {
-    PyObject *orders, *blocks, *callable, *busy, *answers;
-    Call call = {NULL};
-    Load order = {NULL};
-    unsigned long long first, end, tail;
-    int failed = 0, taken = 1;
-    Py_ssize_t done = 0;
+    Call *call = (Call *)native;
+    Object *one = call->object + item * call->run, *end = call->object + call->count;
+    Load order = call->load;
+    int slot = take_slot(call);
 
-    (void)module;
-    if (!PyArg_ParseTuple(args, "O!OOOi(KKK)", &PyList_Type, &orders, &blocks, &callable, &busy, &order.flags, &first, &end, &tail))
-        return NULL;
-    if (!(answers = PyList_New(0)) || open_call(&call, orders, blocks, callable, busy, PyBUF_WRITABLE) < 0)
-        goto failed;
-    order.begin = first, order.end = end, order.tail = tail;
-    order.maps = call.callable != NULL;
-    PyThreadState *thread = PyEval_SaveThread();
-    while (done < call.count) {
-        Object *one = call.object + done;
-        if (call.lent && !is_busy(&call, one) && call.lent->over(call.lent))
+    for (Py_ssize_t i = 0; i < call->run && one < end; i++, one++) {
+        if (call->lent ? !is_busy(call, one) && call->lent->over(call->lent) : call->callable && !is_wanted_by(call->callable))
             break; /* nobody waits for it */
-        order.data = one->data.buf;
-        order.nbytes = (size_t)one->data.len;
-        failed = load_one(PyBytes_AsString(one->path), &order);
-        if (failed)
+        order.data = slot < 0 ? one->data.buf : call->slot[slot].buf;
+        int failed = load_one(PyBytes_AsString(one->path), &order);
+        if (failed > 0)
+            one->answer = failed;
+        else if (!failed)
+            one->answer = call->callable ? pass_on(call, one, &order) : DONE;
+        if (one->answer != DONE && one->answer != NOT_TAKEN)
             break;
-        taken = call.callable ? pass_on(&call, one, &order, &thread) : 1;
-        if (taken < 0)
-            break;
-        one->number = taken; /* from here on, the answer */
-        done++;
     }
-    PyEval_RestoreThread(thread);
-    if (taken == -1)
-        goto failed;
-    for (Py_ssize_t i = 0; i < done; i++)
-        if (PyList_Append(answers, call.object[i].number ? Py_True : Py_False) < 0)
-            goto failed;
-    close_call(&call);
-    return Py_BuildValue("Ni", answers, failed > 0 ? failed : 0);
-failed:
-    close_call(&call);
-    Py_XDECREF(answers);
-    return NULL;
+    return_slot(call, slot);
 }
 
-static PyObject *forget_files(PyObject *module, PyObject *args)
+static PyObject *prepared_load(PyObject *module, PyObject *args)
 {
+    PyObject *orders, *slots, *blocks, *callable, *busy;
+    unsigned long long first, end, tail;
+    Call call = {.native = {.one = load_run, .leave = close_window}};
+
     (void)module;
-    (void)args;
-    if (pthread_getspecific(window_of_thread)) {
-        Py_BEGIN_ALLOW_THREADS
-        close_window();
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
+    if (!PyArg_ParseTuple(args, "O!O!nnOOOi(KKK)", &PyList_Type, &orders, &PyList_Type, &slots, &call.nbytes, &call.run, &blocks,
+                          &callable, &busy, &call.load.flags, &first, &end, &tail))
+        return NULL;
+    call.load.nbytes = call.nbytes;
+    call.load.begin = first, call.load.end = end, call.load.tail = tail;
+    call.load.maps = callable != Py_None;
+    return open_call(&call, orders, slots, blocks, callable, busy, PyBUF_WRITABLE);
+}
+
+static PyObject *answers(PyObject *module, PyObject *capsule)
+{
+    const Call *call = PyCapsule_GetPointer(capsule, NATIVE);
+    PyObject *all = call ? PyList_New(call->count) : NULL;
+
+    (void)module;
+    for (Py_ssize_t i = 0; all && i < call->count; i++)
+        PyList_SetItem(all, i, PyLong_FromLong(call->object[i].answer));
+    return all;
 }
 
 static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
@@ -475,13 +601,16 @@ static PyObject *catch_bus_errors(PyObject *module, PyObject *args)
 }
 
 static PyMethodDef methods[] = {
-    {"store", store, METH_VARARGS,
-     "store(orders, lent, fill, near, flags, mode, directory mode, allocates, syncs): store objects up to the first with which anything "
-     "is unusual: how many. orders: (path, memory, position, number, temporary path, path of a file to write over or None)"},
-    {"load", load, METH_VARARGS,
-     "load(orders, lent, take, busy, flags, (begin, end, tail)): load objects up to the first with which anything is unusual: "
-     "whether each was taken, and EIO if the disk cannot read the next one. orders: (path, memory, position, number). begin, end, "
-     "tail: what is wanted of each object: from begin to end, and the last `tail` bytes"},
+    {"prepared_store", prepared_store, METH_VARARGS,
+     "prepared_store(orders, slots, nbytes, run, lent, fill, near, flags, mode, directory mode, allocates, syncs, lock, its device, its "
+     "inode): a native call (_native.h) that stores runs of so many objects. orders: (path, memory or None, position, number, temporary "
+     "path, path of a file to write over or None). slots: one for each thread; or none, and each object has memory"},
+    {"prepared_load", prepared_load, METH_VARARGS,
+     "prepared_load(orders, slots, nbytes, run, lent, take, busy, flags, (begin, end, tail)): a native call that loads them. orders: (path, "
+     "memory or None, position, number). begin, end, tail: what is wanted of each: from begin to end, and the last `tail` bytes"},
+    {"answers", answers, METH_O,
+     "answers(native): for each object 1 if it was stored or taken, 0 if it was not taken, -1 if it is left to the slow twins, or the "
+     "errno of a disk that cannot read it"},
     {"load_warm", load_warm, METH_VARARGS,
      "load_warm(orders, flags): whether the page cache has each object, and it is the right one; then its pieces are filled. "
      "orders: (path, pieces, footer without checksums)"},
@@ -491,8 +620,6 @@ static PyMethodDef methods[] = {
     {"finished_warm", finished_warm, METH_O,
      "finished_warm(readers): wait until something is read: (ended, answers) of each call. Empty after end_warm"},
     {"end_warm", end_warm, METH_O, "end_warm(readers): wait until all that was begun is read, and end the threads"},
-    {"forget_files", forget_files, METH_NOARGS,
-     "forget_files(): give back the addresses at which this thread had files mapped; until then the kernel keeps them"},
     {"catch_bus_errors", catch_bus_errors, METH_NOARGS, "catch_bus_errors(): from now on `load` may map files"},
     {NULL, NULL, 0, NULL},
 };

@@ -1,8 +1,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-def store(
-    orders: list[tuple[str, memoryview, int, int, str, str | None]],
+def prepared_store(
+    orders: list[tuple[str, memoryview | None, int, int, str, str | None]],
+    slots: list[memoryview],
+    nbytes: int,
+    run: int,
     lent: Any,
     fill: Callable[[int, memoryview, bool], bool] | None,
     near: bool,
@@ -11,17 +14,24 @@ def store(
     directory_mode: int,
     allocates: bool,
     syncs: bool,
+    lock: str,
+    device: int,
+    inode: int,
     /,
-) -> int: ...
-def load(
-    orders: list[tuple[str, memoryview, int, int]],
+) -> Any: ...
+def prepared_load(
+    orders: list[tuple[str, memoryview | None, int, int]],
+    slots: list[memoryview],
+    nbytes: int,
+    run: int,
     lent: Any,
     take: Callable[[int, memoryview], bool] | None,
     busy: bytes | bytearray,
     flags: int,
     wanted: tuple[int, int, int],
     /,
-) -> tuple[list[Any], int]: ...
+) -> Any: ...
+def answers(native: Any, /) -> list[int]: ...
 def load_warm(orders: list[tuple[str, Sequence[memoryview], bytes]], flags: int, /) -> list[bool]: ...
 def warm_readers(threads: int, /) -> Any: ...
 def begin_warm(
@@ -29,5 +39,4 @@ def begin_warm(
 ) -> None: ...
 def finished_warm(readers: Any, /) -> list[tuple[Callable[..., object], list[bool]]]: ...
 def end_warm(readers: Any, /) -> None: ...
-def forget_files() -> None: ...
 def catch_bus_errors() -> None: ...

@@ -73,13 +73,17 @@ class Read(msgspec.Struct, frozen=True):
 
 
 W = TypeVar("W", Read, Write)
-ReadRun: TypeAlias = Callable[[Sequence[Read]], list[Answer]]
+
+
+def run_length(work: Sequence[W], threads: int) -> int:
+    """How many objects a thread does at a time: at least two runs for each of so many threads."""
+    largest = max([one.item.nbytes for one in work], default=0) or 1
+    return max(1, min(RUN_BYTES // largest, len(work) // (2 * threads)))
 
 
 def runs_of(work: Sequence[W], threads: int) -> list[Sequence[W]]:
-    """Cut a batch into what a thread does at a time: at least two runs for each of so many threads."""
-    largest = max([one.item.nbytes for one in work], default=0) or 1
-    size = max(1, min(RUN_BYTES // largest, len(work) // (2 * threads)))
+    """Cut a batch into what a thread does at a time."""
+    size = run_length(work, threads)
     return [work[start : start + size] for start in range(0, len(work), size)]
 
 

@@ -1,4 +1,6 @@
-"""A directory of objects: every system call of the file backend. Blocking; called from I/O threads.
+"""A directory of objects: every system call of the file backend.
+
+Blocking; called from I/O threads, but for what prepares native calls and reads their answers.
 
     <root>/lock          locked (flock) while a daemon uses the directory; contains its pid, for people
     <root>/objects/      the objects, see paths.py
@@ -32,14 +34,15 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
+from transferd.runtime.native import NativeCall
 from transferd.storage import file_io
 from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
-from transferd.storage.batch import Damaged
+from transferd.storage.batch import Answer, Damaged
 from transferd.storage.examine import Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, WRITE_FLAGS, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
@@ -80,6 +83,32 @@ _CODES: dict[int, tuple[str, Refusal]] = {
     errno.EPERM: ("storage_denied", "denied"),
     errno.EIO: ("storage_io", "passing"),
 }
+
+
+class ToStore(NamedTuple):
+    """An object to store. displaced: another one that leaves, or None. data: its bytes; None if a slot gets them."""
+
+    position: int
+    name: str
+    displaced: str | None
+    nbytes: int
+    data: memoryview | None
+
+
+class ToLoad(NamedTuple):
+    """An object to load. data: the memory for its bytes, unless they go through a slot."""
+
+    position: int
+    name: str
+    nbytes: int
+    data: memoryview | None
+
+
+class Storing(NamedTuple):
+    """A native call that stores objects. spares: by object, the spare file that it takes, if any."""
+
+    call: NativeCall
+    spares: list[str | None]
 
 
 class ObjectDirectory:
@@ -257,18 +286,18 @@ class ObjectDirectory:
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def write_run(self, items: Sequence[tuple[int, str, str | None, memoryview]], fill: Fill | None, near: bool) -> int:
-        """Store objects in one call without the GIL, up to the first one that `write` must do. Returns how many.
+    def storing(
+        self, items: Sequence[ToStore], slots: list[memoryview], run: int, fill: Fill | None, near: bool
+    ) -> Storing:
+        """A native call that stores objects of one length, without what `write` must do.
 
-        items: position, name, another object or None, and the bytes, or with `fill` the memory for them. The other
-            object leaves, and nothing reads it. Its file is written over: it has pages and blocks, so that takes half
-            of the time of a new one, or a tenth in a virtual machine whose host reclaims free pages. If the process
-            dies meanwhile, the next start removes that file like any temporary one.
+        items: an object that leaves has a file that nothing reads. That is written over: it has pages and blocks, so
+            that takes half of the time of a new one, or a tenth in a virtual machine whose host reclaims free pages.
+            If the process dies meanwhile, the next start removes that file like any temporary one.
+        slots: with `fill`, one for each thread. run: how many objects a thread stores at a time.
         """
-        if not file_io.NATIVE or self.home.lock.problem():
-            return 0
         lent, orders = lent_by(fill), []
-        for position, name, displaced, data in items:
+        for position, name, displaced, _, data in items:
             spare = self._spares.take() if displaced is None else self.path(displaced)
             temporary = temporary_of(self.path(displaced or name), next(self._numbers))
             if displaced is None and spare is not None:
@@ -277,24 +306,32 @@ class ObjectDirectory:
         flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
         # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
         modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE
-        done = _files.store(orders, lent and lent.blocks, fill, near, flags, *modes, allocates, self._fsync)
-        for _, _, displaced, _ in items[:done]:
-            if displaced is not None:
-                self._pruning.left(self.path(displaced))
-        self._spares.give_back(temporary for *_, temporary, spare in orders[done:] if spare == temporary)
-        return done if self._synced([path for path, *_ in orders[:done]]) else 0
-
-    def _synced(self, paths: Sequence[str]) -> bool:
-        """With `fsync`, bring these new names to the medium. If that fails, remove them all, and return False."""
+        how = flags, *modes, allocates, self._fsync, *self.home.lock.identity
+        spares = [spare if spare == temporary else None for *_, temporary, spare in orders]
         try:
-            for directory in {os.path.dirname(path) for path in paths if self._fsync}:
-                sync_directory(directory)
-        except OSError:
-            for path in paths:
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-            return False
-        return True
+            call = _files.prepared_store(orders, slots, items[0].nbytes, run, lent and lent.blocks, fill, near, *how)
+        except BaseException:
+            self._spares.untouched(spare for spare in spares if spare is not None)
+            raise
+        calls = fill is not None and lent is None
+        return Storing(NativeCall(call, -(-len(items) // run), calls=calls), spares)
+
+    def stored(self, items: Sequence[ToStore], storing: Storing) -> tuple[list[bool], Callable[[], None] | None]:
+        """Whether each object was stored by the call; and what is left to do in a thread, if anything is."""
+        made = [answer == 1 for answer in _files.answers(storing.call.native)]
+        due, unused = False, []
+        for item, spare, done in zip(items, storing.spares, made, strict=True):
+            if done and item.displaced is not None:
+                due |= self._pruning.note(self.path(item.displaced))
+            elif not done and spare is not None:
+                unused.append(spare)
+
+        def tidy() -> None:
+            self._spares.give_back(unused)
+            if due:
+                self._pruning.finish()
+
+        return made, tidy if due or unused else None
 
     def write(self, name: str, data: memoryview) -> None:
         """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name."""
@@ -358,26 +395,40 @@ class ObjectDirectory:
             directory = os.path.dirname(directory)
             sync_directory(directory)
 
-    def read_run(
-        self, items: Sequence[tuple[int, str, memoryview]], drain: Drainer | None, span: tuple[int, int] | None
-    ) -> list[bool | StorageError | Damaged]:
-        """Load objects in one call without the GIL, up to the first one that `read` must do, or that is an error.
+    def loading(
+        self,
+        items: Sequence[ToLoad],
+        slots: list[memoryview],
+        run: int,
+        drain: Drainer | None,
+        span: tuple[int, int] | None = None,
+    ) -> NativeCall:
+        """A native call that loads objects of one length, without what `read` must do.
 
-        items: position, name, and the memory for the object's bytes, unless `drain` takes them from a mapped file.
-        span: the bytes of an object that `drain` takes besides the footer. Returns whether each was taken.
+        slots: with `drain`, one for each thread. span: the bytes that `drain` takes of each besides the footer.
         """
-        if not file_io.NATIVE:
-            return []
         lent = lent_by(drain)
-        numbers = [lent.numbers[position] if lent else 0 for position, _, _ in items]
-        orders = [(self.path(name), data, i, number) for (i, name, data), number in zip(items, numbers, strict=True)]
+        blocks, numbers, busy = lent or (None, None, bytearray())
+        orders = [
+            (self.path(name), data, position, numbers[position] if numbers else 0) for position, name, _, data in items
+        ]
         wanted = ALL if span is None else (*span, FOOTER_BYTES)
-        blocks, busy = (lent.blocks, lent.busy) if lent else (None, bytearray())
-        answers: list[bool | StorageError | Damaged]
-        answers, error = _files.load(orders, blocks, drain, busy, READ_FLAGS | self._io.flags, wanted)
-        if error:
-            path, data = orders[len(answers)][:2]
-            answers.append(self._unreadable(OSError(error, os.strerror(error)), data.nbytes, path))
+        flags = READ_FLAGS | self._io.flags
+        call = _files.prepared_load(orders, slots, items[0].nbytes, run, blocks, drain, busy, flags, wanted)
+        return NativeCall(call, -(-len(items) // run), calls=drain is not None and lent is None)
+
+    def loaded(self, items: Sequence[ToLoad], loading: NativeCall) -> list[Answer | None]:
+        """What became of each object; None for those that are left to `read`."""
+        answers: list[Answer | None] = []
+        for item, answer in zip(items, _files.answers(loading.native), strict=True):
+            if answer in (0, 1):
+                answers.append(bool(answer) or LEFT)
+            elif answer < 0:
+                answers.append(None)
+            else:  # the disk cannot read it, and may have tried for a minute
+                answers.append(
+                    self._unreadable(OSError(answer, os.strerror(answer)), item.nbytes, self.path(item.name))
+                )
         return answers
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:

@@ -10,9 +10,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar, cast
 
-from transferd.errors import StorageError
+from transferd.errors import Closed, StorageError
 from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
+from transferd.runtime.native import NativeCall
 from transferd.runtime.threads import Direction, SharedItems, Threads
 from transferd.storage.batch import Read, Write, bare
 from transferd.storage.running import RunningCalls
@@ -60,20 +61,32 @@ class Effects:
         items: Sequence[S],
         effect: Callable[[S], T],
         *,
-        then: Callable[[], object] | None = None,
         at_once: int = 0,
     ) -> list[T]:
         """Run an effect on every item, in several threads. Returns when all have ended; raises the first bug.
 
-        then: called by each thread after its items.
         at_once: on at most so many items at a time; 0 for as many as threads.
         """
         if not items:
             return []
-        shared = SharedItems(effect, items, _name_of, then)
+        shared = SharedItems(effect, items, _name_of)
         most = min(self._shares, at_once or self._shares)
         await every(self._threads.run(direction, share, share) for share in shared.shares(most))
         return cast("list[T]", shared.results)
+
+    async def run_native(self, direction: Direction, call: NativeCall, what: str, *, at_once: int = 0) -> None:
+        """Run a native call in several threads. Returns when all have ended.
+
+        at_once: in at most so many threads, for example because each needs a slot; 0 for as many as there are.
+        """
+        call.threads = min(call.threads, self._shares, at_once or self._shares)
+        times = call.threads if call.calls else 1
+        await every(self._threads.run(direction, call, what) for _ in range(times))
+
+    def chore(self, function: Callable[[], object], what: str) -> None:
+        """Run a function in a thread that nobody waits for but `end`. Nothing happens once the threads are closed."""
+        with contextlib.suppress(Closed):
+            self._background.begin(self._threads.run(Direction.OUT, function, what))
 
     def begin(
         self,

@@ -33,11 +33,11 @@ from transferd.runtime import heap
 from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
-from transferd.runtime.threads import Direction, ThreadPools, Threads
+from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools, Threads
 from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.file_io import FULL, NATIVE, leave_files
+from transferd.storage.file_io import FULL, NATIVE
 from transferd.storage.file_runs import FileRuns
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder
@@ -61,8 +61,7 @@ MIN_THREADS, MAX_THREADS, DIRECT_THREADS = 2, 8, 12
 LOOK_S = 1.0  # how often the file system is looked at, at most
 NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
-# How long the journal may be behind. The threads that store and load write it on the way; a look-up waits for this.
-JOURNAL_S = 0.02
+JOURNAL_S = 0.005  # how long the journal may be behind
 ANEW = "it is being read anew"
 ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
@@ -96,7 +95,7 @@ class FileStorage(FileRuns):
         unit: int | None = None,
     ) -> None:
         size = DIRECT_THREADS if section.direct_io else max(MIN_THREADS, min(os.cpu_count() or 1, MAX_THREADS))
-        threads = threads or ThreadPools(size, name="transferd-file")
+        threads = threads or ThreadPools(size, name="transferd-file", native=STANDS_BACK)
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
         self.ranges = NATIVE and not section.direct_io
@@ -557,10 +556,6 @@ class FileStorage(FileRuns):
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         return self._directory.read(item.name, slot, take)
-
-    def _leave(self) -> None:
-        self._journal.flush_soon()
-        leave_files()
 
     def _remove(self, name: str) -> None:
         self._directory.remove(name, keep=not self._traffic.reads.has(name))

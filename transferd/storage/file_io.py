@@ -24,6 +24,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
+from transferd.runtime import native
 from transferd.storage.batch import Damaged
 from transferd.storage.opening import opened
 
@@ -32,7 +33,7 @@ try:
 except ImportError:  # the installation had no compiler
     NATIVE = False
 else:
-    NATIVE = True
+    NATIVE = native.NATIVE
 
 UNIT = 4096  # bytes; direct I/O begins and ends at multiples of it, in the file and in memory. No disk needs more
 
@@ -51,12 +52,6 @@ def map_files() -> None:
     """
     if NATIVE:
         _files.catch_bus_errors()
-
-
-def leave_files() -> None:
-    """Call in a thread after its loads of a batch: releases the addresses at which it had files mapped."""
-    if NATIVE:
-        _files.forget_files()
 
 
 class CachedIO:

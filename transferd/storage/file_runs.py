@@ -1,80 +1,91 @@
-"""Runs of a file store's objects: as many as possible in one call of the extension, without the GIL (docs/files.md)."""
+"""Runs of a file store's objects, in native calls as far as they are usual (docs/files.md)."""
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Sequence
 
-from transferd.storage.base import LEFT, Drainer
-from transferd.storage.batch import Answer, Read, StoreBatch, Write
-from transferd.storage.directory import ObjectDirectory
+from transferd.runtime.threads import Direction
+from transferd.storage import file_io
+from transferd.storage.base import Drainer
+from transferd.storage.batch import Answer, Read, StoreBatch, Write, run_length
+from transferd.storage.directory import ObjectDirectory, ToLoad, ToStore
 from transferd.storage.indexed import IndexedStorage
-from transferd.storage.journal import UseJournal
-from transferd.storage.lent import lent_by
+
+POSITION = operator.attrgetter("position")
 
 
 class FileRuns(IndexedStorage):
     """An indexed store whose objects are files."""
 
     _directory: ObjectDirectory
-    _journal: UseJournal
 
-    def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
-        """As many as possible in one call of the extension, the others one by one."""
-        self._journal.flush_soon()
-        done = 0
-        while done < len(run):
-            usual = list(itertools.takewhile(self._is_usual, run[done:]))
-            ended = self._write_usual(batch, usual) if usual else 0
-            for write in usual[:ended]:
+    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
+        """The usual ones in a native call, the others one by one."""
+        usual, left = list[Write](), list[Write]()
+        for write in writes:
+            (usual if self._is_usual(write, writes[0].item.nbytes) else left).append(write)
+        if usual:
+            left += await self._write_usual(batch, usual)
+        if left:
+            left.sort(key=POSITION)  # in a full file system, the first of a chain gets the room
+            await super()._write_all(batch, left)
+
+    def _is_usual(self, write: Write, nbytes: int) -> bool:
+        room = not write.victims or write.spare(self._traffic.reads.has) is not None
+        return file_io.NATIVE and write.item.nbytes == nbytes and room
+
+    async def _write_usual(self, batch: StoreBatch, writes: list[Write]) -> list[Write]:
+        """Returns those that are left."""
+        slots = batch.slots if batch.fill is not None else []
+        items = [
+            ToStore(
+                write.position,
+                write.item.name,
+                write.victims[0].name if write.victims else None,
+                write.item.nbytes,
+                None if slots else batch.slots[write.position],
+            )
+            for write in writes
+        ]
+        storing = self._directory.storing(items, slots, run_length(writes, self._shares), batch.fill, self._near)
+        try:
+            what = f"store of {len(items)} objects, {items[0].name} first"
+            await self._effects.run_native(Direction.OUT, storing.call, what, at_once=len(slots))
+        finally:
+            made, tidy = self._directory.stored(items, storing)
+            if tidy is not None:
+                self._effects.chore(tidy, "files that are not needed")
+        left = []
+        for write, done in zip(writes, made, strict=True):
+            if done:
                 write.error = None
                 write.victims.clear()
-            done += ended
-            if ended < len(usual) or not usual:
-                self._write_one(batch, run[done])
-                done += 1
+            else:
+                left.append(write)
+        return left
 
-    def _is_usual(self, write: Write) -> bool:
-        return not write.victims or write.spare(self._traffic.reads.has) is not None
-
-    def _write_usual(self, batch: StoreBatch, writes: Sequence[Write]) -> int:
-        slot = None if batch.fill is None else batch.slots.pop()
-        try:
+    async def _read_all(
+        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
+    ) -> Sequence[Answer]:
+        """The usual ones in a native call, the others one by one."""
+        nbytes = reads[0].item.nbytes if reads and file_io.NATIVE else -1
+        usual = [read for read in reads if read.entry.nbytes == read.item.nbytes == nbytes]
+        answers: dict[int, Answer] = {}
+        if usual:
+            shared = slots if drain is not None else []
             items = [
-                (
-                    write.position,
-                    write.item.name,
-                    write.victims[0].name if write.victims else None,
-                    batch.slots[write.position] if slot is None else slot[: write.item.nbytes],
-                )
-                for write in writes
+                ToLoad(position, item.name, item.nbytes, None if shared else slots[position])
+                for position, item in ((read.position, read.item) for read in usual)
             ]
-            return self._directory.write_run(items, batch.fill, self._near)
-        finally:
-            if slot is not None:
-                batch.slots.append(slot)
-
-    def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
-        """As many as possible in one call of the extension, the others one by one."""
-        answers: list[Answer] = []
-        while len(answers) < len(run):
-            answers += self._read_usual(drain, slots, run[len(answers) :])
-            if len(answers) < len(run):
-                answers.append(self._read_one(drain, slots, run[len(answers)]))
-        return answers
-
-    def _read_usual(self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]) -> list[Answer]:
-        if drain is not None and not (drain.wanted and lent_by(drain)):
-            reads = reads[: drain.wanted]  # one by one: only the extension sees the end of a task by itself
-        reads = list(itertools.takewhile(lambda read: read.entry.nbytes == read.item.nbytes, reads))
-        slot = None if drain is None or not reads else slots.pop()
-        try:
-            items = [
-                (read.position, read.item.name, slots[read.position] if slot is None else slot[: read.item.nbytes])
-                for read in reads
-            ]
-            span = None if drain is None or not reads else reads[0].item.span
-            return [answer or LEFT for answer in self._directory.read_run(items, drain, span)]
-        finally:
-            if slot is not None:
-                slots.append(slot)
+            run = run_length(usual, self._shares)
+            loading = self._directory.loading(items, shared, run, drain, None if drain is None else usual[0].item.span)
+            what = f"load of {len(items)} objects, {items[0].name} first"
+            await self._effects.run_native(Direction.IN, loading, what, at_once=len(shared))
+            found = zip(usual, self._directory.loaded(items, loading), strict=True)
+            answers = {read.position: answer for read, answer in found if answer is not None}
+        left = [read for read in reads if read.position not in answers]
+        if left:
+            rest = zip(left, await super()._read_all(drain, slots, left), strict=True)
+            answers.update((read.position, answer) for read, answer in rest)
+        return [answers[read.position] for read in reads]

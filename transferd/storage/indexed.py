@@ -58,7 +58,6 @@ from transferd.storage.batch import (
     Answer,
     Damaged,
     Read,
-    ReadRun,
     StoreBatch,
     Write,
     bare,
@@ -139,9 +138,6 @@ class IndexedStorage(Index, Storage):
         Raises Damaged if its length differs.
         """
 
-    def _leave(self) -> None:
-        """Called in a thread after its reads of a batch."""
-
     @abc.abstractmethod
     def _remove(self, name: str) -> None:
         """Remove the object, if there is one."""
@@ -206,13 +202,12 @@ class IndexedStorage(Index, Storage):
         self, items: Sequence[Item], drain: Drainer | None, slots: Sequence[memoryview]
     ) -> Awaitable[list[Outcome]]:
         """Reads a small batch at once, and returns a done future, unless an object is bad."""
-        read_run = functools.partial(self._read_run, drain, list(slots))
+        free = list(slots)
         if not self._closed and self._is_small(items):
             reads = self._present(items)
-            outcomes, bad = self._judge(items, reads, read_run(reads))
+            outcomes, bad = self._judge(items, reads, self._read_run(drain, free, reads))
             return self._without(self._put_aside(bad), outcomes) if bad else answered(outcomes)
-        most = 0 if drain is None else len(slots)
-        return Later(functools.partial(self._load_all, items, read_run, most), now=True)
+        return Later(functools.partial(self._load_all, items, drain, free), now=True)
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
@@ -347,15 +342,13 @@ class IndexedStorage(Index, Storage):
         done = batch.written
         assert done is not None
         unsettled, leaving = wave[::-1], list[Victim]()
-        write_run = functools.partial(self._write_run, batch)
         writes = wave
         try:
             while writes:
                 if batch.small:  # on the loop: a thread would cost more than the copy
-                    write_run(writes)
+                    self._write_run(batch, writes)
                 else:
-                    most = 0 if batch.fill is None else len(batch.slots)
-                    await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
+                    await self._write_all(batch, writes)
                 writes = [write for write in writes if write.error is not None and self._makes_room(write)]
                 for write in writes:
                     self._effects.occupy([victim.name for victim in write.victims], done)
@@ -385,6 +378,12 @@ class IndexedStorage(Index, Storage):
             self._counts["evicted_medium_full"] += len(write.victims)
             self._suspect(write.error)
         return bool(write.victims)
+
+    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
+        """Write these in threads."""
+        most = 0 if batch.fill is None else len(batch.slots)
+        write_run = functools.partial(self._write_run, batch)
+        await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         """In a thread, unless the batch is small."""
@@ -474,16 +473,12 @@ class IndexedStorage(Index, Storage):
                     self._index.touch_one(entry, item.use, item.depth)
         return reads
 
-    async def _load_all(self, items: Sequence[Item], read_run: ReadRun, most: int) -> list[Outcome]:
-        """most: how many objects may be read at a time, because each needs a slot; 0 for as many as threads."""
+    async def _load_all(self, items: Sequence[Item], drain: Drainer | None, slots: list[memoryview]) -> list[Outcome]:
         self._check_open()
         with self._traffic:
             reads = self._present(items)
             with self._traffic.reads.of(frozenset(read.item.name for read in reads)):
-                runs = await self._effects.run(
-                    Direction.IN, runs_of(reads, self._shares), read_run, then=self._leave, at_once=most
-                )
-                answers = list(itertools.chain.from_iterable(runs))
+                answers = await self._read_all(drain, slots, reads)
             outcomes, bad = self._judge(items, reads, answers)
             if bad:
                 await self._put_aside(bad)
@@ -522,6 +517,15 @@ class IndexedStorage(Index, Storage):
             self._counts["hits"] += outcomes.count(FOUND)
             self._counts["misses"] += outcomes.count(MISSING)
         return outcomes, bad
+
+    async def _read_all(
+        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
+    ) -> Sequence[Answer]:
+        """Read these in threads. slots: with `drain`, each object needs one."""
+        most = 0 if drain is None else len(slots)
+        read_run = functools.partial(self._read_run, drain, slots)
+        runs = await self._effects.run(Direction.IN, runs_of(reads, self._shares), read_run, at_once=most)
+        return list(itertools.chain.from_iterable(runs))
 
     def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
         """In a thread, unless the batch is small. slots: with `drain`, those that no thread uses now."""

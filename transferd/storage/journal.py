@@ -4,9 +4,9 @@
 
 A record says that an object belongs to a use, at a depth (lru.py); the object is named by a hash. The last record of an
 object counts. A record with the depth CONTINUED says that all objects of use `name` belong to use `use` from then on.
-The thread that writes an object writes its record first, unless it did so less than PAUSE_S ago. Records of objects
-that have gone stay until `rewrite`, which drops all records of uses before the first one that still has objects. Those
-of retired uses (RESTORED) stay until the next start: without one, an object that is to go first would count as new.
+Records are written within JOURNAL_S of the use (file.py). Those of objects that have gone stay until `rewrite`, which
+drops all records of uses before the first one that still has objects. Those of retired uses (RESTORED) stay until the
+next start: without one, an object that is to go first would count as new.
 
 After a kill the file is whole, because the page cache belongs to the kernel. After a power failure the end may be torn:
 reading stops there. Objects without a record count as more recent than all others, in the order of their age.
@@ -21,7 +21,6 @@ import itertools
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import BinaryIO
 
@@ -39,7 +38,6 @@ CONTINUED = 2**32 - 1
 DEEPEST = CONTINUED - 1
 # The file is written anew once it has twice as many records as after the last time, and this many more.
 SLACK = 65_536
-PAUSE_S, MANY = 0.005, 64  # between two batches; unless so many records wait
 PIECE = 65_536  # records that are read or written at once, so that a large file takes little memory meanwhile
 _MODE = 0o640
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -70,7 +68,6 @@ class UseJournal:
         self._bytes = 0  # of the file that can be read
         self._records = self._kept = 0  # in the file: now, and when it was last written anew
         self._noted: list[tuple[str | int, int, int]] = []
-        self._flushed = 0.0
         self._lock = threading.Lock()  # held by the thread that writes to the file
         self.problem = ""  # why the last batch was not written
 
@@ -104,16 +101,10 @@ class UseJournal:
             self._noted.clear()
             self._attempt(lambda: self._replace(records))
 
-    def flush_soon(self) -> None:
-        """Like `flush`, unless it ran just now and little was noted since: a batch costs as much as 15 records."""
-        if len(self._noted) >= MANY or (self._noted and time.monotonic() - self._flushed > PAUSE_S):
-            self.flush()
-
     def flush(self) -> None:
         """Append the noted records. Returns at once if another thread is appending."""
         if not self._noted or not self._lock.acquire(blocking=False):
             return
-        self._flushed = time.monotonic()
         try:
             count = len(self._noted)
             noted = self._noted[:count]

@@ -1,4 +1,4 @@
-"""The lock of a store's directory: one daemon uses it at a time. Blocking; called from I/O threads.
+"""The lock of a store's directory: one daemon uses it at a time. Blocking; called from I/O threads, but for `identity`.
 
 The lock is a file at a fixed path, locked with flock. A file that was removed from there, or replaced, locks nothing,
 because another daemon makes and locks a new one.
@@ -45,6 +45,11 @@ class StoreLock:
         self._fd, self._ours = fd, (status.st_dev, status.st_ino)
         with contextlib.suppress(OSError):  # the pid is only for people; a full disk must not prevent the start
             Path(self._path).write_text(f"{os.getpid()}\n")
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """The path, and the device and inode that it must lead to; those are 0 if it is not taken."""
+        return self._path, *(self._ours if self._fd >= 0 else (0, 0))
 
     def problem(self) -> str:
         """Why the directory is not ours; "" if it is. Costs one system call."""

@@ -1,13 +1,15 @@
 """Storage in this process's own memory: for tests, and as a second host tier that needs no disk.
 
 It copies objects in and out, within `storage.memory.capacity`; indexed.py makes all decisions. Batches up to
-INLINE_BYTES are copied on the event loop, larger ones in threads. It copies with numpy, which, unlike `bytes()` and
-slice assignment, lets other threads run meanwhile; for a few bytes an assignment is faster.
+INLINE_BYTES are copied on the event loop, larger ones in threads. What no task lends blocks for, it copies with numpy,
+which, unlike `bytes()` and slice assignment, lets other threads run meanwhile.
 
 In a full store a new object takes the memory of an evicted one (docs/files.md).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +18,21 @@ from transferd.config import Config, StorageSection
 from transferd.config.sections import MemoryStorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.threads import ThreadPools
-from transferd.storage.base import LEFT, Fill, Item, Take
-from transferd.storage.batch import Answer, Damaged, Write
+from transferd.runtime.native import NativeCall
+from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools
+from transferd.storage.base import LEFT, Drainer, Fill, Item, Take
+from transferd.storage.batch import Answer, Damaged, Read, StoreBatch, Write, run_length
 from transferd.storage.indexed import IndexedStorage
+from transferd.storage.lent import lent_by
 from transferd.tiers.base import INLINE_BYTES
+
+try:
+    from transferd.runtime import _crew  # noqa: F401
+    from transferd.storage import _memory
+except ImportError:  # the installation had no compiler
+    NATIVE = False
+else:
+    NATIVE = True
 
 COPY_THREADS = 2  # two saturate the memory bus of most machines
 # The upper bits of a name's hash, -8 to 7, choose its dict: the lower ones choose the place in it. One dict of all
@@ -38,7 +50,7 @@ class MemoryStorage(IndexedStorage):
     def __init__(self, section: MemoryStorageSection, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(
             section.capacity,
-            ThreadPools(COPY_THREADS, name="transferd-memory"),
+            ThreadPools(COPY_THREADS, name="transferd-memory", native=STANDS_BACK),
             shares=COPY_THREADS,
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
@@ -69,15 +81,67 @@ class MemoryStorage(IndexedStorage):
     def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
         """Have the object made in its final place, instead of in a slot."""
         name, nbytes = write.item.name, write.item.nbytes
-        spare = self._free(write)
-        memory = np.empty(nbytes, dtype=np.uint8) if spare is None else spare
+        memory = self._memory_for(nbytes, self._free(write))
         if fill(write.position, memory.data, False):
             self._objects[hash(name) >> TO_PART][name] = memory
         else:
             write.withdrawn = True
 
+    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
+        """The blocks that a task lends go to their memory in threads that need no interpreter."""
+        lent = lent_by(batch.fill) if NATIVE else None
+        if lent is None:
+            await super()._write_all(batch, writes)
+            return
+        memories = [self._memory_for(write.item.nbytes, self._free(write)) for write in writes]
+        numbers = [lent.numbers[write.position] for write in writes]
+        run = run_length(writes, COPY_THREADS)
+        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, True, run), -(-len(writes) // run))
+        what = f"store of {len(writes)} objects, {writes[0].item.name} first"
+        await self._effects.run_native(Direction.OUT, call, what)
+        left: list[Write] = []
+        for write, memory, made in zip(writes, memories, _memory.done(call.native), strict=True):
+            if made:
+                write.error = None
+                self._objects[hash(write.item.name) >> TO_PART][write.item.name] = memory
+            else:
+                left.append(write)
+        if left:  # `fill` says why it makes none of them
+            await super()._write_all(batch, left)
+
+    async def _read_all(
+        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
+    ) -> Sequence[Answer]:
+        """Objects go to the blocks that a task lends in threads that need no interpreter."""
+        lent = lent_by(drain) if NATIVE else None
+        if lent is None or lent.busy:
+            return await super()._read_all(drain, slots, reads)
+        answers: list[Answer] = [False] * len(reads)
+        which, memories = [], []
+        for i, read in enumerate(reads):
+            memory = self._objects[hash(read.item.name) >> TO_PART].get(read.item.name)
+            if memory is not None and memory.nbytes == read.entry.nbytes == read.item.nbytes:
+                which.append(i)
+                memories.append(memory)
+        if which:
+            numbers = [lent.numbers[reads[i].position] for i in which]
+            run = run_length(reads, COPY_THREADS)
+            call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, False, run), -(-len(which) // run))
+            what = f"load of {len(which)} objects, {reads[which[0]].item.name} first"
+            await self._effects.run_native(Direction.IN, call, what)
+            for i, taken in zip(which, _memory.done(call.native), strict=True):
+                answers[i] = taken
+        left = [i for i, answer in enumerate(answers) if not answer]
+        if left:  # `drain` says why it takes none of them
+            for i, answer in zip(left, await super()._read_all(drain, slots, [reads[i] for i in left]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def _memory_for(self, nbytes: int, spare: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
+        return np.empty(nbytes, dtype=np.uint8) if spare is None else spare
+
     def _write(self, name: str, data: memoryview, spare: npt.NDArray[np.uint8] | None) -> None:
-        memory = np.empty(data.nbytes, dtype=np.uint8) if spare is None else spare
+        memory = self._memory_for(data.nbytes, spare)
         np.copyto(memory, np.asarray(data))
         self._objects[hash(name) >> TO_PART][name] = memory
 

@@ -1,4 +1,4 @@
-"""Removes directories of the file backend when no object is left in them. Blocking; called from I/O threads."""
+"""Removes directories of the file backend when no object is left in them. Blocking, but for `note`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ class Pruning:
         self._lock = threading.Lock()
 
     def left(self, path: str) -> None:
-        """Note that an object has left this path."""
+        """Note that an object has left this path, and look at the directories if that is due. In a thread."""
+        if self.note(path):
+            self.finish()
+
+    def note(self, path: str) -> bool:
+        """Note that an object has left this path. Returns whether `finish` is due."""
         with self._lock:
             self._left.add(_directory_of(path))
             self._departures += 1
-            if self._departures < AT_ONCE:
-                return
-        self.finish()
+            return self._departures >= AT_ONCE
 
     def finish(self) -> int:
         """Remove those that are empty now, and each parent that becomes empty. Returns how many."""

@@ -1,4 +1,4 @@
-"""Files of objects that have left a file store, kept empty, so that new objects need no new files. Blocking.
+"""Files of objects that have left a file store, kept empty, so that new objects need no new files.
 
 Only the extension (_files.c) writes to them, so without it none is kept.
 
@@ -21,7 +21,10 @@ MOST = 4096  # files
 
 
 class Spares:
-    """One directory, which ends with a slash. Thread-safe. numbers: tell files apart."""
+    """One directory, which ends with a slash. Thread-safe; all but `take` and `untouched` block.
+
+    numbers: tell files apart.
+    """
 
     def __init__(self, path: str, numbers: Iterator[int]) -> None:
         self._path = path
@@ -54,6 +57,10 @@ class Spares:
         with contextlib.suppress(IndexError):
             return self._free.popleft()
         return None
+
+    def untouched(self, spares: Iterable[str]) -> None:
+        """Return what was taken and not used. Does not block."""
+        self._free.extend(spares)
 
     def give_back(self, spares: Iterable[str]) -> None:
         """Return what was taken and perhaps not used. What cannot be used any more is not taken again."""

@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../runtime/_native.h"
 #include "_guard.h"
 #if defined(__x86_64__) && !defined(WITHOUT_AVX2) /* the tests also build it without */
 #define WITH_AVX2
@@ -69,44 +70,103 @@ static void copy_plan(void *given)
     copy_all(plan->to, plan->from, plan->run, plan->end);
 }
 
-static PyObject *copy_runs(PyObject *module, PyObject *args)
+/* runs: the caller releases it. */
+static int open_plan(PyObject *args, Plan *plan, Py_buffer *runs)
 {
     unsigned long long source, target;
     PyObject *table;
+
+    if (!PyArg_ParseTuple(args, "KKO", &source, &target, &table) || PyObject_GetBuffer(table, runs, PyBUF_C_CONTIGUOUS) < 0)
+        return -1;
+    const int64_t *run = runs->buf;
+    *plan = (Plan){(char *)(uintptr_t)target, (const char *)(uintptr_t)source, run, run + runs->len / (Py_ssize_t)sizeof(int64_t)};
+    if (runs->itemsize != sizeof(int64_t) || runs->len % (3 * (Py_ssize_t)sizeof(int64_t)) != 0)
+        PyErr_SetString(PyExc_ValueError, "runs must be int64 [n, 3], C-contiguous");
+    else if (guard->ready() == 0)
+        return 0;
+    PyBuffer_Release(runs);
+    return -1;
+}
+
+static PyObject *ended(int how)
+{
+    if (how == 0)
+        Py_RETURN_NONE;
+    set_lost(how);
+    return NULL;
+}
+
+static PyObject *copy_runs(PyObject *module, PyObject *args)
+{
     Py_buffer runs;
+    Plan plan;
+    int how;
 
     (void)module;
-    if (!PyArg_ParseTuple(args, "KKO", &source, &target, &table))
+    if (open_plan(args, &plan, &runs) < 0)
         return NULL;
-    if (PyObject_GetBuffer(table, &runs, PyBUF_C_CONTIGUOUS) < 0)
-        return NULL;
-    if (runs.itemsize != sizeof(int64_t) || runs.len % (3 * (Py_ssize_t)sizeof(int64_t)) != 0) {
-        PyBuffer_Release(&runs);
-        PyErr_SetString(PyExc_ValueError, "runs must be int64 [n, 3], C-contiguous");
-        return NULL;
-    }
-    const int64_t *run = runs.buf;
-    Plan plan = {(char *)(uintptr_t)target, (const char *)(uintptr_t)source, run, run + runs.len / (Py_ssize_t)sizeof(int64_t)};
-    if (guard->ready() < 0) {
-        PyBuffer_Release(&runs);
-        return NULL;
-    }
-    int ended;
-
     Py_BEGIN_ALLOW_THREADS
-    ended = guard->run(copy_plan, &plan);
+    how = guard->run(copy_plan, &plan);
     Py_END_ALLOW_THREADS
-
     PyBuffer_Release(&runs);
-    if (ended == 0)
-        Py_RETURN_NONE;
-    set_lost(ended);
+    return ended(how);
+}
+
+/* A copy that any thread may do. */
+typedef struct {
+    Native native;
+    Plan plan;
+    Py_buffer runs;
+    int how; /* as guard->run returns it */
+} Prepared;
+
+static void copy_prepared(Native *native, Py_ssize_t item)
+{
+    Prepared *copy = (Prepared *)native;
+
+    (void)item;
+    copy->how = guard->run(copy_plan, &copy->plan);
+}
+
+static void free_prepared(PyObject *capsule)
+{
+    Prepared *copy = PyCapsule_GetPointer(capsule, NATIVE);
+
+    PyBuffer_Release(&copy->runs);
+    PyMem_Free(copy);
+}
+
+static PyObject *prepared(PyObject *module, PyObject *args)
+{
+    Prepared *copy = PyMem_Calloc(1, sizeof *copy);
+    PyObject *capsule;
+
+    (void)module;
+    if (!copy)
+        return PyErr_NoMemory();
+    copy->native = (Native){.one = copy_prepared, .count = 1};
+    if (open_plan(args, &copy->plan, &copy->runs) == 0) {
+        if ((capsule = PyCapsule_New(copy, NATIVE, free_prepared)))
+            return capsule;
+        PyBuffer_Release(&copy->runs);
+    }
+    PyMem_Free(copy);
     return NULL;
+}
+
+static PyObject *check(PyObject *module, PyObject *capsule)
+{
+    const Prepared *copy = PyCapsule_GetPointer(capsule, NATIVE);
+
+    (void)module;
+    return copy ? ended(copy->how) : NULL;
 }
 
 static PyMethodDef methods[] = {
     {"copy_runs", copy_runs, METH_VARARGS,
      "copy_runs(source_address, target_address, runs): copy int64 [n, 3] runs without the GIL"},
+    {"prepared", prepared, METH_VARARGS, "prepared(source_address, target_address, runs): the same as a native call (_native.h)"},
+    {"check", check, METH_O, "check(native): raise what `copy_runs` would have raised, once the call has ended"},
     {NULL, NULL, 0, NULL},
 };
 

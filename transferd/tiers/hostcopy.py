@@ -19,6 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from transferd.errors import MemoryLost, TierError
+from transferd.runtime import native
+from transferd.runtime.native import NativeCall
+from transferd.runtime.threads import Direction, Threads
 
 Runs = npt.NDArray[np.int64]
 _CopyRuns = Callable[[int, int, Runs], None]
@@ -76,3 +79,16 @@ else:
     copy_runs = _copyruns.copy_runs
 
 NATIVE: bool = copy_runs is not copy_runs_python
+
+
+async def copied(threads: Threads, direction: Direction, source: int, target: int, runs: Runs, what: str) -> None:
+    """Do what `copy_runs` does in a thread; in one that needs no interpreter, if there are such threads.
+
+    what: names the copy in reports of hanging calls. Raises as `copy_runs`; NoThreads, Closed.
+    """
+    if not (NATIVE and native.NATIVE):
+        await threads.run(direction, lambda: copy_runs(source, target, runs), what)
+        return
+    call = NativeCall(_copyruns.prepared(source, target, runs))
+    await threads.run(direction, call, what)
+    _copyruns.check(call.native)

@@ -17,7 +17,7 @@ from transferd.runtime.threads import Direction, Threads
 from transferd.tiers.arrays import Region, describe, locate_offered
 from transferd.tiers.base import INLINE_BYTES, DeviceHandle, DeviceTier, HostMemory
 from transferd.tiers.extents import Extent, Extents, extents_of
-from transferd.tiers.hostcopy import copy_runs
+from transferd.tiers.hostcopy import copied, copy_runs
 from transferd.tiers.offered import MORE, PASSED, PEER, identity_of, open_offered, with_inodes
 from transferd.tiers.owner import as_data, this_process
 from transferd.tiers.segment import SharedSegment, fresh_name
@@ -90,9 +90,7 @@ class ShmDeviceTier(DeviceTier):
         if plan.nbytes <= INLINE_BYTES:
             copy_runs(source, target, plan.runs)
         else:
-            await self._threads.run(
-                direction, lambda: copy_runs(source, target, plan.runs), "copy between device and host"
-            )
+            await copied(self._threads, direction, source, target, plan.runs, "copy between device and host")
 
     def handle(self) -> DeviceHandle:
         return created_handle(self._layout, self._mapped[0][0])

@@ -18,9 +18,10 @@ from tests.support.simulation.clock import SimClock
 from tests.support.simulation.threads import SimThreads
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
-from transferd.storage.base import Drainer, Fill, Outcome, Take
+from transferd.runtime.native import NativeCall
+from transferd.storage.base import Outcome, Take
 from transferd.storage.batch import Damaged
-from transferd.storage.directory import ObjectDirectory
+from transferd.storage.directory import ObjectDirectory, Storing, ToStore
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.found import FoundObjects
@@ -33,6 +34,19 @@ from transferd.storage.room import DiskState
 MOUNTED, BENEATH = 1, 2  # devices
 PULLED = ".pulled"  # where the directory of a disk is while the disk is not mounted
 SCRUB_RATE = 65_536  # bytes a second: what vanished is noticed, also if a faster level hides it from loads
+
+
+class _CallOfMedium(NativeCall):
+    """A native call that ends when its medium fails: what is left then is left to the slow twins."""
+
+    __slots__ = ("_medium",)
+
+    def __init__(self, call: NativeCall, medium: Medium) -> None:
+        super().__init__(call.native, call.threads, calls=call.calls)
+        self._medium = medium
+
+    def step(self) -> bool:
+        return not self._medium.fault and super().step()
 
 
 class Medium:
@@ -230,18 +244,20 @@ class SimDirectory(ObjectDirectory):
         super().write(name, data)
         self.medium.writes += 1
 
-    def write_run(self, items: Sequence[Any], fill: Fill | None, near: bool) -> int:
-        if self.medium.fault:
-            return 0
-        done = super().write_run(items, fill, near)
-        self.medium.writes += done
-        for _, _, displaced, _ in items[:done]:
-            if displaced is not None:
-                self.medium.left(displaced)
-        return done
+    def storing(self, items: Sequence[ToStore], *how: Any) -> Storing:
+        storing = super().storing(items, *how)
+        return storing._replace(call=_CallOfMedium(storing.call, self.medium))
 
-    def read_run(self, items: Sequence[Any], drain: Drainer | None, span: tuple[int, int] | None) -> list[Any]:
-        return [] if self.medium.fault else super().read_run(items, drain, span)
+    def stored(self, items: Sequence[ToStore], storing: Storing) -> tuple[list[bool], Callable[[], None] | None]:
+        made, tidy = super().stored(items, storing)
+        self.medium.writes += sum(made)
+        for item, done in zip(items, made, strict=True):
+            if done and item.displaced is not None:
+                self.medium.left(item.displaced)
+        return made, tidy
+
+    def loading(self, *how: Any) -> NativeCall:
+        return _CallOfMedium(super().loading(*how), self.medium)
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
         if self.medium.fault == errno.EIO:

@@ -258,8 +258,9 @@ class Judge:
             kept = aside.get(medium, set()) & medium.set_aside()
             assert medium.unwell or named or not kept, f"purge: {kept} are in the quarantine of {medium.root.name}"
 
-    def check_alone(self, name: str, began: float, now: float, alone: int) -> None:
-        places = self.where(name)
+    def check_alone(self, name: str, began: float, now: float, alone: int, evicted: set[str]) -> None:
+        """evicted: the keys that have left memory since `began`, perhaps since the answer."""
+        places = self.where(name) - evicted
         if name == "file":  # the objects of a disk that has failed have left the level, and nobody can count them
             places = {key for key in places if any(one.has(self.names[key]) and not one.unwell for one in self.media)}
         others = [self.where(other) for other in self.levels if other != name]

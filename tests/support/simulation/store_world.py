@@ -304,7 +304,8 @@ class Story(Node):
         self.check_pinned(keys, pinned.durable, began)
         if pinned.durable == len(keys) and harm == self.harm:
             self.seen["pinned durably"] += len(keys)
-            self.durable.update({key: began + ttl for key in keys if key not in self.rotten})
+            lasting = [key for key in keys if key not in self.rotten and not self.left(key, began)]
+            self.durable.update(dict.fromkeys(lasting, began + ttl))
 
     def _unpin(self) -> Any:
         self.harmed()
@@ -350,6 +351,7 @@ class Story(Node):
     async def drain(self, name: str) -> None:
         began, life = self.loop.time(), self.lives
         there = self.where(name).union(key for key, count in self.storing.items() if count)
+        in_memory = self.where("memory")
         self.harmed()
         self.drained.add(name)
         try:
@@ -359,7 +361,8 @@ class Story(Node):
             raise
         returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
         if life == self.lives and name in self.drained and name != "object" and not returned:
-            self.check_alone(name, began, self.loop.time(), change.objects)
+            evicted = in_memory - self.where("memory")  # the answer takes its time to get here
+            self.check_alone(name, began, self.loop.time(), change.objects, evicted)
             self.check_leaving(name, began, there)
 
     def _use(self) -> Any:
