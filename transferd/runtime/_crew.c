@@ -10,6 +10,7 @@
 #include <Python.h>
 #include <errno.h>
 #include <pthread.h>
+#include <semaphore.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -45,11 +46,13 @@ typedef struct Owner {
     Shares waiting;
 } Owner;
 
-/* first: whose turn is next. wake: the eventfd; told: it has been written since the loop has looked. closed: nothing new comes, and
+/* comes: posted for each share that waits, and no condition variable: those of glibc before 2.41 can lose a signal (BZ 25847). first:
+ * whose turn is next. wake: the eventfd; told: it has been written since the loop has looked. closed: nothing new comes, and
  * the threads end when nothing waits. over: so many have ended. The lock is never held for long, nor while something needs the GIL. */
 typedef struct {
     pthread_mutex_t lock;
-    pthread_cond_t comes, ends;
+    sem_t comes;
+    pthread_cond_t ends;
     Owner *first, *last;
     Shares finished;
     int wake, told, count, closed, over;
@@ -217,10 +220,11 @@ static void *serve(void *given)
     }
     pthread_mutex_lock(&crew->lock);
     while (crew->first || !crew->closed) {
-        if (!crew->first) {
-            pthread_cond_wait(&crew->comes, &crew->lock);
+        pthread_mutex_unlock(&crew->lock);
+        (void)!sem_wait(&crew->comes); /* signals are blocked here, so nothing else ends this */
+        pthread_mutex_lock(&crew->lock);
+        if (!crew->first) /* another share of its call has done all items, or the crew is closed */
             continue;
-        }
         Share *share = take_next(crew);
         share->begun = 1;
         crew->running[self.number].share = share;
@@ -234,8 +238,10 @@ static void *serve(void *given)
             ended = go_on(crew, share);
             pthread_mutex_lock(&crew->lock);
         }
-        if (!ended)
+        if (!ended) {
+            sem_post(&crew->comes);
             continue;
+        }
         finish(crew, share);
         if (share->last && !crew->told) {
             uint64_t one = 1;
@@ -291,7 +297,8 @@ static void close_crew(Crew *crew)
 {
     pthread_mutex_lock(&crew->lock);
     crew->closed = 1;
-    pthread_cond_broadcast(&crew->comes);
+    for (int i = 0; i < crew->count; i++)
+        sem_post(&crew->comes);
     pthread_mutex_unlock(&crew->lock);
 }
 
@@ -316,7 +323,7 @@ static PyObject *start(PyObject *module, PyObject *args)
     }
     crew->wake = wake;
     pthread_mutex_init(&crew->lock, NULL);
-    pthread_cond_init(&crew->comes, NULL);
+    sem_init(&crew->comes, 0, 0);
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     pthread_cond_init(&crew->ends, &clock);
@@ -388,7 +395,7 @@ static PyObject *put(PyObject *module, PyObject *args)
         Py_INCREF(work);
         Py_INCREF(capsule);
         native->given++;
-        pthread_cond_signal(&crew->comes);
+        sem_post(&crew->comes);
     }
     native->shares = native->given;
     pthread_mutex_unlock(&crew->lock);
