@@ -5,7 +5,7 @@
 One block is swapped out and in, one is written to storage in memory, one to memory above files, with its copy below,
 and one is read from storage in files. The client runs on a thread of its own, which is not counted; of several tasks
 the shortest way counts, so that nothing is loaded or made for the first time. Counts calls into transferd/ on the
-daemon's event loop, resumed coroutines included, and in its threads.
+daemon's event loop, resumed coroutines included, but not its I/O threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import sys
 import tempfile
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ PACKAGE = str(ROOT / "transferd") + "/"
 
 @dataclass
 class Walk:
-    """The calls of one task in the daemon, in order, as (file, function)."""
+    """The calls of one task on the daemon's loop, in order, as (file, function)."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -74,26 +73,10 @@ def _config(directory: Path, *levels: str) -> Config:
     )
 
 
-def _profile(walk: Walk | None) -> None:
-    """Count the calls of this thread and of the daemon's, or of none."""
-    _walk[:] = [] if walk is None else [walk]
-    sys.setprofile(walk)
-
-
-_walk: list[Walk] = []  # the one that counts now
-
-
-def _in_thread(frame: FrameType, event: str, argument: Any) -> None:
-    if _walk and threading.current_thread().name.startswith("transferd-"):
-        _walk[0](frame, event, argument)
-
-
 async def _shortest(config: Config, setup: Sequence[Task], tasks: Iterable[Task]) -> Walk:
     """The shortest way of one of these tasks. The others also counted what came between: a heartbeat, a timer."""
-    threading.setprofile(_in_thread)  # of threads that start from now on
     daemon = Daemon(config)
     await daemon.open()
-    threading.setprofile(None)
     client = SyncClient(config.server.endpoints[0])
     walks: list[Walk] = []
     try:
@@ -103,17 +86,17 @@ async def _shortest(config: Config, setup: Sequence[Task], tasks: Iterable[Task]
             assert (await asyncio.to_thread(client.submit, task)).status is Status.OK, task
         for task in tasks:
             walks.append(Walk())
-            _profile(walks[-1])
+            sys.setprofile(walks[-1])
             result = await asyncio.to_thread(client.submit, task)
             while getattr(daemon.storage, "unsaved", None):  # noqa: ASYNC110 - until the levels below have it
                 await asyncio.sleep(0.001)
-            _profile(None)
+            sys.setprofile(None)
             assert result.status is Status.OK, result
     finally:
-        _profile(None)
+        sys.setprofile(None)
         await asyncio.to_thread(client.close)
         await daemon.stop(lambda: 5.0)
-    return min(walks, key=lambda walk: len(walk.calls))
+    return min(walks, key=lambda walk: (len(walk.files), len(walk.calls)))
 
 
 def _writes(count: int) -> list[Task]:

@@ -1,4 +1,4 @@
-"""A task's way through the daemon and its threads stays short: scripts/walk_task.py counts it (docs/adr/0036)."""
+"""A task's way through the daemon stays short: scripts/walk_task.py counts it, docs/adr/0036 says what it costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Walks = Callable[[Path], Coroutine[Any, Any, Walk]]
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
-    # The count is of a loop's callbacks in order and of its threads' calls, so one kind of loop is enough.
+    # The count is of one loop's callbacks in order, so one kind of loop is enough.
     return asyncio.run(walk_write(tmp_path_factory.mktemp("walk")))
 
 
