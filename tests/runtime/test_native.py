@@ -11,10 +11,7 @@ import contextlib
 import ctypes
 import errno
 import gc
-import importlib.util
 import os
-import subprocess
-import sysconfig
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,7 +22,7 @@ import numpy as np
 import pytest
 
 from tests.support import native as under_faults
-from tests.support.cuda.shim import compiler
+from tests.support.extension import compiled
 from transferd.errors import Closed, MemoryLost, NoThreads
 from transferd.runtime import native
 from transferd.runtime.native import NativeCall
@@ -40,20 +37,7 @@ pytestmark = pytest.mark.skipif(not native.NATIVE, reason="the installation foun
 
 @pytest.fixture(scope="module")
 def held_call(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    gcc = compiler()
-    if gcc is None:
-        pytest.skip("this machine has no C compiler")
-    built = tmp_path_factory.mktemp("held") / "held_call.so"
-    includes = [f"-I{sysconfig.get_path('include')}", f"-I{Path(native.__file__).parent}"]
-    command = [gcc, "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *includes, str(SOURCE), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    spec = importlib.util.spec_from_file_location("held_call", built)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return compiled(SOURCE, tmp_path_factory.mktemp("held"), f"-I{Path(native.__file__).parent}")
 
 
 class Holding:
@@ -195,6 +179,18 @@ async def test_a_call_for_several_threads_is_withdrawn_whole_or_not_at_all(holdi
     holding.let_go()
     await third
     holding.let_go()
+
+
+async def test_a_call_that_has_given_way_is_not_withdrawn(holding: Holding) -> None:
+    first = holding.run("a", items=2, owner="one")
+    assert await holding.next() == "a"
+    other = holding.run("b", owner="two")
+    holding.let_go()
+    assert await holding.next() == "b"
+    assert not first.cancel(), "one of its items is done"
+    holding.let_go(2)
+    await asyncio.gather(first, other)
+    assert await holding.next() == "a"
 
 
 async def test_a_call_for_more_threads_than_it_needs_ends_once_and_waits_for_nobody(holding: Holding) -> None:

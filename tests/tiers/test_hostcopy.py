@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import subprocess
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.cuda.shim import compiler
+from tests.support.extension import compiled
 from transferd.tiers import hostcopy
 from transferd.tiers.hostcopy import copy_runs_python
 
@@ -28,20 +25,7 @@ def copy_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         if not hostcopy.NATIVE:
             pytest.skip("the installation found no compiler")
         return hostcopy.copy_runs
-    gcc = compiler()
-    if gcc is None:
-        pytest.skip("this machine has no C compiler")
-    built = tmp_path_factory.mktemp("native") / "_copyruns.so"
-    flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-DWITHOUT_AVX2"]
-    include = f"-I{sysconfig.get_path('include')}"
-    done = subprocess.run([gcc, *flags, include, SOURCE, "-o", built], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    spec = importlib.util.spec_from_file_location("_copyruns", built)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.copy_runs
+    return compiled(SOURCE, tmp_path_factory.mktemp("native"), "-DWITHOUT_AVX2").copy_runs
 
 
 def drawn_runs(draw: random.Random, total: int, longest: int) -> np.ndarray:

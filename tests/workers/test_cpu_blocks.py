@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import random
 import struct
-import subprocess
-import sysconfig
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.cuda.shim import compiler
+from tests.support.extension import compiled
 from transferd.blocks.formats import FOOTER_BYTES, Inspection, _body, seal, stamp_of_name
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import Arena
@@ -36,29 +32,7 @@ NAME = f"m/f/g/{'ab' * 20}/0"
 def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     if request.param == "as installed":
         return pytest.importorskip("transferd.workers._inplace", reason="the installation found no compiler")
-    return compiled(tmp_path_factory.mktemp("native"), "-DWITHOUT_AVX2")
-
-
-def compiled(directory: Path, *flags: str) -> ModuleType:
-    """The extension, built with these flags as well."""
-    gcc = compiler()
-    if gcc is None:
-        pytest.skip("this machine has no C compiler")
-    built = directory / "_inplace.so"
-    usual = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
-    command = [gcc, *usual, *flags, str(SOURCE), "-o", str(built)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return loaded(built)
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_inplace", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return compiled(SOURCE, tmp_path_factory.mktemp("native"), "-DWITHOUT_AVX2")
 
 
 def cut(draw: random.Random, total: int, most: int) -> list[int]:
