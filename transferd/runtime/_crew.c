@@ -533,6 +533,14 @@ static PyObject *join(PyObject *module, PyObject *args)
     return PyBool_FromLong(!left);
 }
 
+static PyObject *items(PyObject *module, PyObject *capsule)
+{
+    const Native *native = PyCapsule_GetPointer(capsule, NATIVE);
+
+    (void)module;
+    return native ? PyLong_FromSsize_t(native->count) : NULL;
+}
+
 static PyObject *step(PyObject *module, PyObject *capsule)
 {
     Native *native = PyCapsule_GetPointer(capsule, NATIVE);
@@ -575,6 +583,7 @@ static PyMethodDef methods[] = {
     {"running", running, METH_O, "running(crew): (thread, work, since when) of each that a thread is at, by time.monotonic"},
     {"dismiss", dismiss, METH_O, "dismiss(crew): accept no more, and let the threads end. The works that no thread will begin"},
     {"join", join, METH_VARARGS, "join(crew, seconds): wait for the threads after `dismiss`. Whether all have ended"},
+    {"items", items, METH_O, "items(native): how many items it has, done or not"},
     {"step", step, METH_O, "step(native): do the next item in this thread, if one is left. Whether more are left"},
     {"leave", leave, METH_O, "leave(native): what a thread does that turns to something else after a step"},
     {NULL, NULL, 0, NULL},

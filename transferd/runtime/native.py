@@ -30,17 +30,22 @@ class NativeCall:
     """A call that an extension has prepared: a function for Threads.run. Its extension has the results then.
 
     native: the capsule of a Native (_native.h), which owns what the call needs.
-    threads: how many native ones do items of it, until none is left.
+    threads: how many native ones do items of it, until none is left; set before it is given.
     calls: whether it calls Python functions. Then threads of Python's do it, one for each time it is given: native ones
         may have to wait for a processor, and all others would wait with them for the interpreter.
     """
 
     __slots__ = ("calls", "native", "threads")
 
-    def __init__(self, native: Any, threads: int = 1, *, calls: bool = False) -> None:
+    def __init__(self, native: Any, *, calls: bool = False) -> None:
         self.native = native
-        self.threads = threads
+        self.threads = 1
         self.calls = calls
+
+    @property
+    def items(self) -> int:
+        """How many items it has, done or not."""
+        return _crew.items(self.native)
 
     def __call__(self) -> None:
         """Do all items that are left, in this thread."""

@@ -313,8 +313,7 @@ class ObjectDirectory:
         except BaseException:
             self._spares.untouched(spare for spare in spares if spare is not None)
             raise
-        calls = fill is not None and lent is None
-        return Storing(NativeCall(call, -(-len(items) // run), calls=calls), spares)
+        return Storing(NativeCall(call, calls=fill is not None and lent is None), spares)
 
     def stored(self, items: Sequence[ToStore], storing: Storing) -> tuple[list[bool], Callable[[], None] | None]:
         """Whether each object was stored by the call; and what is left to do in a thread, if anything is."""
@@ -415,7 +414,7 @@ class ObjectDirectory:
         wanted = ALL if span is None else (*span, FOOTER_BYTES)
         flags = READ_FLAGS | self._io.flags
         call = _files.prepared_load(orders, slots, items[0].nbytes, run, blocks, drain, busy, flags, wanted)
-        return NativeCall(call, -(-len(items) // run), calls=drain is not None and lent is None)
+        return NativeCall(call, calls=drain is not None and lent is None)
 
     def loaded(self, items: Sequence[ToLoad], loading: NativeCall) -> list[Answer | None]:
         """What became of each object; None for those that are left to `read`."""

@@ -74,14 +74,17 @@ class Effects:
         await every(self._threads.run(direction, share, share) for share in shared.shares(most))
         return cast("list[T]", shared.results)
 
-    async def run_native(self, direction: Direction, call: NativeCall, what: str, *, at_once: int = 0) -> None:
-        """Run a native call in several threads. Returns when all have ended.
+    async def run_native(
+        self, direction: Direction, call: NativeCall, what: str, names: Sequence[str], *, at_once: int = 0
+    ) -> None:
+        """Run a native call on these objects in several threads. Returns when all have ended.
 
         at_once: in at most so many threads, for example because each needs a slot; 0 for as many as there are.
         """
-        call.threads = min(call.threads, self._shares, at_once or self._shares)
+        call.threads = min(call.items, self._shares, at_once or self._shares)
         times = call.threads if call.calls else 1
-        await every(self._threads.run(direction, call, what) for _ in range(times))
+        told = f"{what} of {len(names)} objects, {names[0]} first"
+        await every(self._threads.run(direction, call, told) for _ in range(times))
 
     def chore(self, function: Callable[[], object], what: str) -> None:
         """Run a function in a thread that nobody waits for but `end`. Nothing happens once the threads are closed."""

@@ -50,8 +50,8 @@ class FileRuns(IndexedStorage):
         ]
         storing = self._directory.storing(items, slots, run_length(writes, self._shares), batch.fill, self._near)
         try:
-            what = f"store of {len(items)} objects, {items[0].name} first"
-            await self._effects.run_native(Direction.OUT, storing.call, what, at_once=len(slots))
+            names = [item.name for item in items]
+            await self._effects.run_native(Direction.OUT, storing.call, "store", names, at_once=len(slots))
         finally:
             made, tidy = self._directory.stored(items, storing)
             if tidy is not None:
@@ -80,8 +80,8 @@ class FileRuns(IndexedStorage):
             ]
             run = run_length(usual, self._shares)
             loading = self._directory.loading(items, shared, run, drain, None if drain is None else usual[0].item.span)
-            what = f"load of {len(items)} objects, {items[0].name} first"
-            await self._effects.run_native(Direction.IN, loading, what, at_once=len(shared))
+            names = [item.name for item in items]
+            await self._effects.run_native(Direction.IN, loading, "load", names, at_once=len(shared))
             found = zip(usual, self._directory.loaded(items, loading), strict=True)
             answers = {read.position: answer for read, answer in found if answer is not None}
         left = [read for read in reads if read.position not in answers]

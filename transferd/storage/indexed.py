@@ -113,7 +113,7 @@ class IndexedStorage(Index, Storage):
         self._closed = False
         self._near = True  # whether the thread that writes an object reads the slot for it
 
-    # --- effects, run in threads; raise StorageError ------------------------------------------------
+    # --- effects, run in threads unless they are quick; raise StorageError --------------------------
 
     @abc.abstractmethod
     def _write(self, name: str, data: memoryview, spare: Any) -> None:
@@ -419,7 +419,7 @@ class IndexedStorage(Index, Storage):
             write.error = bare(error)
 
     def _free(self, write: Write) -> Any:
-        """In a thread: remove the victims. May return a spare that the write can overwrite instead.
+        """Remove the victims, in a thread unless that is quick. May return a spare to overwrite instead.
 
         Afterwards the write has an error if it has too little room.
         """

@@ -96,9 +96,8 @@ class MemoryStorage(IndexedStorage):
         memories = [self._memory_for(write.item.nbytes, self._free(write)) for write in writes]
         numbers = [lent.numbers[write.position] for write in writes]
         run = run_length(writes, COPY_THREADS)
-        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, True, run), -(-len(writes) // run))
-        what = f"store of {len(writes)} objects, {writes[0].item.name} first"
-        await self._effects.run_native(Direction.OUT, call, what)
+        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, True, run))
+        await self._effects.run_native(Direction.OUT, call, "store", [write.item.name for write in writes])
         left: list[Write] = []
         for write, memory, made in zip(writes, memories, _memory.done(call.native), strict=True):
             if made:
@@ -126,9 +125,8 @@ class MemoryStorage(IndexedStorage):
         if which:
             numbers = [lent.numbers[reads[i].position] for i in which]
             run = run_length(reads, COPY_THREADS)
-            call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, False, run), -(-len(which) // run))
-            what = f"load of {len(which)} objects, {reads[which[0]].item.name} first"
-            await self._effects.run_native(Direction.IN, call, what)
+            call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, False, run))
+            await self._effects.run_native(Direction.IN, call, "load", [reads[i].item.name for i in which])
             for i, taken in zip(which, _memory.done(call.native), strict=True):
                 answers[i] = taken
         left = [i for i, answer in enumerate(answers) if not answer]

@@ -42,7 +42,7 @@ class _CallOfMedium(NativeCall):
     __slots__ = ("_medium",)
 
     def __init__(self, call: NativeCall, medium: Medium) -> None:
-        super().__init__(call.native, call.threads, calls=call.calls)
+        super().__init__(call.native, calls=call.calls)
         self._medium = medium
 
     def step(self) -> bool:
