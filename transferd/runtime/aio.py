@@ -303,6 +303,10 @@ class Paced:
         """Whether a run will begin without another request."""
         return self._timer.handle is not None or self._again is not None
 
+    @property
+    def running(self) -> bool:
+        return self._running is not None
+
     def soon(self, *, at_once: bool = False) -> None:
         """Request a run: now, or as soon as the interval permits. at_once: regardless of the interval."""
         if self._closed:

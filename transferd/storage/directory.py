@@ -298,11 +298,14 @@ class ObjectDirectory:
         """
         lent, orders = lent_by(fill), []
         for position, name, displaced, _, data in items:
-            spare = self._spares.take() if displaced is None else self.path(displaced)
-            temporary = temporary_of(self.path(displaced or name), next(self._numbers))
-            if displaced is None and spare is not None:
-                temporary = spare  # it stays where it is until it is filled
-            orders.append((self.path(name), data, position, lent.numbers[position] if lent else 0, temporary, spare))
+            path = self.path(name)
+            if displaced is None:
+                spare = self._spares.take()  # it stays where it is until it is filled
+                temporary = spare or temporary_of(path, next(self._numbers))
+            else:
+                spare = self.path(displaced)
+                temporary = temporary_of(spare, next(self._numbers))
+            orders.append((path, data, position, lent.numbers[position] if lent else 0, temporary, spare))
         flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
         # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
         modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE

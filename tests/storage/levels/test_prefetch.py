@@ -17,8 +17,10 @@ from transferd.errors import RequestError, StorageUnavailable
 from transferd.storage.base import STORED, Found, Item
 from transferd.storage.joined import JoinedStorage
 from transferd.storage.levels import prefetch as module
+from transferd.storage.levels import write_back
 from transferd.storage.levels.prefetch import StackBringing
 from transferd.storage.levels.stack import LevelsStorage
+from transferd.storage.levels.write_back import CARRY_BYTES
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.selection import Selection
 from transferd.tasks import Warmed
@@ -330,6 +332,44 @@ async def test_a_dead_level_below_is_an_error(open_storage: Open, monkeypatch: p
     again = begin(store)
     await again.bring(objects([0, 1]))
     assert again.there([name(0), name(1)]) == [True, True]
+
+
+async def test_a_read_that_hangs_stops_no_other_prefetch(open_storage: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, last = gated(MemoryStorage(memory_config(1024**2)), "middle"), MemoryStorage(memory_config(1024**2))
+    store = await open_storage(stack(MemoryStorage(memory_config(1024**2)), middle, last))
+    for i in range(4):
+        assert await store.put((name(i), content(i))) == [STORED]
+    await store.levels.flush(10)
+    first, second, third = store.levels.all_levels
+    for i in range(4):
+        await first.storage.quarantine(name(i))
+        await (third if i < 3 else second).storage.quarantine(name(i))  # 0, 1 and 2 are in the middle alone, 3 below
+    assert isinstance(store.storage, LevelsStorage)
+    carry = store.storage.prefetcher.carry
+    middle.gate.clear()
+    for i in (0, 1):
+        with monkeypatch.context() as patched:
+            patched.setattr(write_back, "HANGS_S", 0.01)
+            hangs = begin(store)
+            await hangs.bring(objects([i]))
+        assert isinstance(hangs.error, StorageUnavailable)
+        assert "has not answered a read" in str(hangs.error)
+        if i == 0:
+            other = begin(store)
+            await other.bring(objects([3]))
+            assert other.there([name(3)]) == [True], "another level answers"
+    await (full := begin(store)).bring(objects([2]))
+    assert "2 earlier reads have not ended" in str(full.error)
+    assert middle.waiting == 2, "it has not asked"
+    assert (carry.nbytes, carry.hanging_bytes) == (0, 2 * CARRY_BYTES)
+    middle.gate.set()
+    await store.storage._parts.late.settled()
+    await asyncio.sleep(0)
+    assert carry.hanging_bytes == 0, "what hung has given its memory back"
+    again = begin(store)
+    await again.bring(objects([0, 1, 2]))
+    assert again.error is None
+    assert [await fetch(store, i) for i in range(4)] == [0] * 4
 
 
 async def test_levels_that_it_cannot_bring_to(open_storage: Open) -> None:

@@ -130,15 +130,15 @@ async def test_a_store_that_postpones_its_copy_does_not_wait_for_room(
 ) -> None:
     monkeypatch.setattr(stack_module, "TOUCH_S", 3600.0)  # its use is passed on when the test says so, not before
     store, _, lower = await two(open_storage, write_back_bytes=Size(4 * KIB), write_back="postpone")
+    sweep = store.levels.write_backs[0].sweep
+    await until(lambda: not sweep.running, "the first sweep, of nothing, is over")
     lower.gate.clear()
     assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
     assert await store.put((name(9), content(9))) == [STORED], "a store without a deadline would wait ten seconds"
     assert lost(store) == {"queue_full": 1}
     lower.gate.set()
     await store.levels.flush(10)
-    store.levels._touch_now()
-    await store.levels.flush(10)
-    assert await there(lower, 9), "its use has queued it again"
+    assert await there(lower, 9), "a stop copies what had no room, too, though the next sweep is due in a minute"
 
 
 async def test_a_level_that_does_not_answer_is_waited_for_and_costs_stores_nothing(
@@ -464,6 +464,34 @@ async def test_a_use_that_must_be_shared_waits_for_the_first_level_that_others_s
     pool.gate.set()
     assert [type(one) for one in await storing + await again] == [Proof] * 2
     assert await there(pool, 1)
+
+
+async def test_a_source_that_hangs_stops_no_copy_from_another_one(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_back, "HANGS_S", 0.01)
+    disk = gated(MemoryStorage(memory_config(1024 * KIB)), "disk")
+    pool = gated(MemoryStorage(memory_config(1024 * KIB)), "object", asks=True)
+    store = await open_storage(stack(MemoryStorage(memory_config(64 * KIB)), disk, pool))
+    use = Use()
+    use.shared = True
+    old, new = (Blob(name(i), store.buffer(KIB, content(i)), use) for i in range(2))
+    assert await store.put((name(0), content(0))) == [STORED]
+    await store.levels.flush(10)
+    first, _, last = store.levels.all_levels
+    await first.storage.quarantine(name(0))
+    await pool._behind.quarantine(name(0))
+    last.forget_hints()
+    disk.gate.clear()
+    old_answer = asyncio.ensure_future(prove(store.storage, [old]))  # only the disk has it
+    [answer] = await promise(store.storage, [new])
+    assert isinstance(answer, Proof)
+    assert await there(pool, 1)
+    [error] = await old_answer
+    assert "has not answered a read" in str(error)
+    disk.gate.set()
+    await store.levels.flush(10)
+    assert [type(one) for one in await prove(store.storage, [old])] == [Proof], "it is copied when the disk answers"
 
 
 async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_tail_goes_below(

@@ -8,6 +8,7 @@ not count as uses.
               load copies the object up itself. So no object is read twice
     kept      a brought object is not evicted until its first use, or the end of the prefetch (`Bringing.release`)
     bounded   at most MOST_KEPT of a level is kept for prefetches; a warm-up keeps nothing and fills only free room
+    hanging   a read that does not end ends its prefetch, and no other one (`Carry.filled`)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_na
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import Background, in_turns
 from transferd.runtime.threads import Direction
-from transferd.storage.base import Found, Item, Outcome, with_slots_back
+from transferd.storage.base import Found, Item, Outcome
 from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
@@ -146,11 +147,14 @@ class StackBringing(Bringing):
     async def _round(self, items: Sequence[Item]) -> list[Item]:
         """Bring these up from the first level that has each. Returns those to try again. Raises StorageError."""
         parts, level, names = self._parts, self.level, [item.name for item in items]
-        slots = self._all.carry.slots([item.nbytes for item in items])
+        sizes, asked = [item.nbytes for item in items], [Item(one.name, one.nbytes, PEEK, one.depth) for one in items]
         born = parts.fences.number
+
+        def load(slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
+            return StackLoad(parts, asked, None, slots, first=level.number + 1).run()
+
         with parts.promotions.coming.of(names):
-            asked = [Item(item.name, item.nbytes, PEEK, item.depth) for item in items]
-            outcomes = await with_slots_back(StackLoad(parts, asked, None, slots, first=level.number + 1).run())
+            outcomes, slots = await self._all.carry.filled(sizes, load, parts.late)
             self._note_errors(outcomes)
             found = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [items[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]

@@ -431,7 +431,7 @@ class LevelsStorage(Storage, Index, Levels):
     def carried_bytes(self) -> int:
         """Memory for copies between levels, besides the levels' own memory."""
         carries = [self._prefetcher.carry, self._promotions.buffers.carry, *(one.carry for one in self.write_backs)]
-        return sum(carry.nbytes for carry in carries)
+        return sum(carry.nbytes + carry.hanging_bytes for carry in carries)
 
     def statistics(self) -> dict[str, Any]:
         """The sums over all levels, and each level's own figures. It answers if a level does.

@@ -27,17 +27,19 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import itertools
 import mmap
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any
 
 import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.runtime.aio import Paced, resolve
+from transferd.runtime.aio import Background, Paced, begun, resolve
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.copying import CopyDown, Copying
 from transferd.storage.levels.level import StoreLevel
@@ -57,6 +59,8 @@ TRIES = 3  # refusals that pass, until a task that waits for a copy is told
 RETRY_S = 1.0  # until a level that failed is tried again; each further refusal doubles it
 LONGEST_RETRY_S = 60.0
 JITTER = 0.25  # of a pause, so that the nodes of a fleet do not come back together
+HANGS_S = 10.0  # how long a copy waits for its read
+MOST_HANGING = 2  # reads that may keep the memory of their copy
 CARRY_BYTES = 32 * 1024**2  # memory through which the objects of one copy travel
 PEEK = Use(counts=False)
 
@@ -76,15 +80,45 @@ class CarryMemory:
 
 
 class Carry:
-    """The memory of one copy at a time. levels: where it is registered, until `close`."""
+    """The memory of one copy at a time. levels: where it is registered, until `close`.
+
+    What a read that hangs may still write to stays until it ends. The next copy has other memory.
+    """
 
     def __init__(self, levels: Sequence[StoreLevel]) -> None:
         self._levels = levels
         self._memory: CarryMemory | None = None
+        self._hanging: dict[asyncio.Future[Any], CarryMemory] = {}  # by the reads that use it
 
     @property
     def nbytes(self) -> int:
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def hanging_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self._hanging.values())
+
+    async def filled(
+        self, sizes: Sequence[int], read: Callable[[list[memoryview]], Awaitable[list[Outcome]]], late: Background
+    ) -> tuple[list[Outcome], list[memoryview]]:
+        """Have objects of these sizes read to slots, which the next call reuses. Returns their outcomes and the slots.
+
+        Raises StorageError, also if the read takes too long; it then goes on in `late`.
+        """
+        if len(self._hanging) == MOST_HANGING:
+            raise StorageUnavailable(f"{MOST_HANGING} earlier reads have not ended: a level hangs")
+        slots = self.slots(sizes)
+        reading = late.begin(begun(with_slots_back(read(slots))))
+        if not reading.done():
+            await asyncio.wait([reading], timeout=HANGS_S)
+        if not reading.done() and self._memory is not None:
+            self._hanging[reading], self._memory = self._memory, None
+            reading.add_done_callback(self._ended)
+            raise StorageUnavailable(f"a level has not answered a read for {HANGS_S:g} s")
+        return reading.result(), slots
+
+    def _ended(self, reading: asyncio.Future[Any]) -> None:
+        self._free(self._hanging.pop(reading))
 
     def slots(self, sizes: Sequence[int]) -> list[memoryview]:
         """A slot for each object. Call it when those of the last call are not in use any more. Raises StorageError."""
@@ -101,8 +135,11 @@ class Carry:
     def close(self) -> None:
         memory, self._memory = self._memory, None
         if memory is not None:
-            for level in self._levels:
-                level.storage.unregister(memory)
+            self._free(memory)
+
+    def _free(self, memory: CarryMemory) -> None:
+        for level in self._levels:
+            level.storage.unregister(memory)
 
 
 class Pauses:
@@ -321,19 +358,29 @@ class WriteBack:
             await self._change()
 
     async def flush(self, within_s: float) -> None:
-        """Copy all that waits, for at most so long, without giving way. Ends at once if nothing can come of it."""
+        """Copy all that waits or is remembered, for at most so long, without giving way.
+
+        Ends at once if nothing can come of it.
+        """
         loop = asyncio.get_running_loop()
         until = loop.time() + within_s
 
         def ends() -> bool:
-            stands = self._task is None or self.takes_nothing is not None or self.level.out
+            done = self._task is None and not self.sweep.running
+            stands = done or self.takes_nothing is not None or self.level.out
             return bool(stands) or until - loop.time() <= self._pace.left_s
 
         self._hurried += 1
         try:
+            if self.lacking:
+                self.sweep.soon(at_once=True)
             await self._until(ends, within_s)
         finally:
             self._hurried -= 1
+
+    def swept(self) -> None:
+        """Note the end of a sweep."""
+        self._wake()
 
     async def close(self) -> None:
         """Give up waiting copies. Returns when no copy runs."""
@@ -443,12 +490,12 @@ class WriteBack:
             batch = [one for one in batch if one.name in self._running]
         if not batch:
             return []
-        slots = self.carry.slots([one.nbytes for one in batch])
         items = [Item(one.name, one.nbytes, PEEK) for one in batch]
+        read = functools.partial(source.storage.load, items, None)
         try:
-            found: Sequence[Outcome] = await with_slots_back(source.storage.load(items, None, slots))
+            found, slots = await self.carry.filled([one.nbytes for one in batch], read, self._copying.late)
         except StorageError as failed:
-            found = [Outcome(Found.FAILED, failed)] * len(batch)
+            found, slots = [Outcome(Found.FAILED, failed)] * len(batch), [memoryview(b"")] * len(batch)
         rest, items, own = list[CopyDown](), list[Item](), list[memoryview]()
         for one, slot, outcome in zip(batch, slots, found, strict=True):
             if outcome.found is Found.FOUND:
