@@ -21,6 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 def nothing_twice(place: Path, asked: list[list[int]], **settings: Any) -> None:
     """An engine that starts now computes no full block of these."""
     with DryEngine(place, "connector", blocks=ROOMY, **settings) as engine:
+        engine.until(lambda: all(link.ready for link in engine.links))  # else it does not wait, and computes
         assert engine.run(asked) == rest(asked)
 
 
