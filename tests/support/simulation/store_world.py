@@ -64,6 +64,7 @@ class Story(Node):
         self.spoils = self.held = False
         self.drained, self.pinned, self.rotten = set(), set(), set()
         self.calm = loop.time()  # since when the first level is well
+        self.bucket_calm = -math.inf  # since when the bucket is
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
         self.reading = []
         self.latest: Sequence[str] = ()  # the keys of the latest store
@@ -114,8 +115,7 @@ class Story(Node):
         self.check_refused()
         self.check_held(self.loop.time())
         self.check_lost()
-        if not self.first_is_well:
-            self.calm = self.loop.time()
+        self._note_calm()
         work = getattr(self, f"_{what}")()
         if work is not None:
             if what == "purge":  # beside what reads at one time and commits at another
@@ -142,8 +142,13 @@ class Story(Node):
         for task in [task for task in self.working if task.done()]:
             self.working.discard(task)
             task.result()
+        self._note_calm()
+
+    def _note_calm(self) -> None:
         if not self.first_is_well:
             self.calm = self.loop.time()
+        if self.bucket.fault or self.bucket.link:
+            self.bucket_calm = self.loop.time()
 
     def pace(self, faults: ThreadFaults) -> None:
         """How fast threads are from now on."""
@@ -220,6 +225,9 @@ class Story(Node):
             and self.shape[0] == "m"
         ):
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
+        if result.status is Status.EXPIRED and not given_up and shared and self.shape[0] == "m":
+            calm = max(self.calm, self.bucket_calm + CALM_S)
+            assert began < calm, f"copies: a hand-over from memory to a healthy bucket expired: {result}"
 
     def _read(self) -> Any:
         keys = self.latest if self.latest and self.chance.random() < 0.3 else self.draw(4)
