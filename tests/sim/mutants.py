@@ -497,7 +497,7 @@ MUTANTS = (
     Mutant(
         "a purge leaves the quarantine alone",
         "storage/files_keeper.py",
-        "            await place.empty_quarantine(dropped.selection)\n",
+        "            await self._while_it_answers(place, place.empty_quarantine(dropped.selection))\n",
         "",
         finder="store_world",
     ),

@@ -8,7 +8,9 @@ import os
 import shutil
 import threading
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -28,13 +30,21 @@ from tests.storage.real_disks import (
     there,
     writable,
 )
+from tests.support.hung_files import HungFiles
 from tests.support.waits import until
+from transferd.config import FileStorageSection
+from transferd.config.size import Capacities
 from transferd.errors import ConfigError, StillRunning
+from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.storage import file, indexed, orders
 from transferd.storage.base import Found, Item
+from transferd.storage.disks import Disk, Disks
 from transferd.storage.keeping import PinState
 from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner, Use
 from transferd.storage.selection import Selection
+
+T = TypeVar("T")
 
 
 async def test_objects_are_spread_by_capacity_and_the_ranks_of_a_block_lie_together(
@@ -283,6 +293,76 @@ async def test_a_disk_that_hangs_keeps_no_other_from_being_closed(
         with pytest.raises(StillRunning, match="a call hangs"):
             await store.close()
     assert [disk._closed for disk in others] == [True, True]
+
+
+class HungDisk(HungFiles, Disk):
+    """A disk whose threads do not begin anything new while there is a file PATH.hangs."""
+
+    def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
+        def hang() -> T:
+            self._hang()
+            return function()
+
+        return super()._in_thread(hang, what)
+
+
+def hung_disks(tmp_path: Path) -> Disks:
+    section = FileStorageSection(path=[str(tmp_path / name) for name in "ab"], capacity=Capacities.parse(EACH))
+    return Disks([HungDisk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
+
+
+@pytest.mark.parametrize(("stores", "most"), [(False, 99), (True, 99), (True, 0)], ids=["idle", "stores", "and orders"])
+async def test_neither_a_purge_nor_a_pin_waits_for_a_disk_that_hangs(
+    stores: bool, most: int, open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither was ever answered, and in a stack no copy was committed meanwhile, so no hand-over was ok."""
+    monkeypatch.setattr(file, "ANSWERS_S", 0.05)
+    monkeypatch.setattr(indexed, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(orders, "MOST_ORDERS", most)  # with more a new epoch begins, and the disk has missed some
+    store = hung_disks(tmp_path)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    ill = store._all[1]
+    before = len(ill._index)
+    (hangs := tmp_path / "b.hangs").touch()
+    storing = asyncio.ensure_future(put(harness, names(20, 40))) if stores else None
+    if stores:
+        await until(
+            lambda: len(store._all[0]._index) > 80 - before and store._stores.names, "the other disk has its part"
+        )
+    purged = await store.keeper.purge(Selection(model="m"))
+    assert (purged.not_reached, purged.kept_by) == ([str(tmp_path / "b")], [str(tmp_path / "a")])
+    assert "has not taken its list of orders" in ill.lost
+    assert await there(harness, names(60)) == set()
+    assert await put(harness, names(5, 100)) == [Found.STORED] * 10, "the others take all"
+    assert await store.keeper.pin(EngineOwner("e", 1), names(5, 100), 60.0, 0.5) == [PinState.DURABLE] * 10
+    hangs.unlink()
+    if storing is not None:
+        await storing
+    await until(lambda: not ill.lost, "it has applied the order")
+    assert await there(harness, names(60)) == set(), "nor does what was being stored come back"
+    assert await there(harness, names(5, 100)) == set(names(5, 100))
+    assert not on_disk(tmp_path / "b")
+
+
+async def test_a_list_that_hung_says_nothing_of_orders_that_were_given_since(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written when the disk was lost already, with the new epoch: what had been purged meanwhile came back."""
+    monkeypatch.setattr(file, "ANSWERS_S", 0.05)
+    store = hung_disks(tmp_path)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    (hangs := tmp_path / "b.hangs").touch()
+    await store.keeper.pin(EngineOwner("e", 1), names(40), 60.0, 0.5)
+    assert store._all[1].lost
+    monkeypatch.setattr(orders, "MOST_ORDERS", 0)
+    purged = await store.keeper.purge(Selection(model="m"))
+    assert purged.not_reached == [str(tmp_path / "b")]
+    assert on_disk(tmp_path / "b")
+    hangs.unlink()
+    await until(lambda: not store._all[1].lost, "it answers")
+    assert await there(harness, names(40)) == set()
 
 
 async def test_a_disk_that_two_calls_try_at_once_is_well(

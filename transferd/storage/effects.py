@@ -30,6 +30,7 @@ class Effects:
     quick: run background effects on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
     ended, end: wait for the effects that are in the background now, or until none is.
+    background: begins another one there.
     """
 
     def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
@@ -39,7 +40,7 @@ class Effects:
         self._shares = shares
         self._quick = quick
         background = Background(awaited=False)
-        self._background, self.ended, self.end = background, background.ended, background.settled
+        self.background, self.ended, self.end = background.begin, background.ended, background.settled
 
     def occupy(self, names: Sequence[str], done: asyncio.Future[None]) -> None:
         """Mark an effect on these names as running until `done`."""
@@ -89,7 +90,7 @@ class Effects:
     def chore(self, function: Callable[[], object], what: str) -> None:
         """Run a function in a thread that nobody waits for but `end`. Nothing happens once the threads are closed."""
         with contextlib.suppress(Closed):
-            self._background.begin(self._threads.run(Direction.OUT, function, what))
+            self.background(self._threads.run(Direction.OUT, function, what))
 
     def begin(
         self,
@@ -126,7 +127,7 @@ class Effects:
             finally:
                 self.vacate(done)
 
-        return self._background.begin(leave())
+        return self.background(leave())
 
 
 def _name_of(item: object) -> str:

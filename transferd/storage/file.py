@@ -33,7 +33,7 @@ from transferd.runtime import heap
 from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
-from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools, Threads
+from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools, Threads, whose
 from transferd.storage.base import Item, Take
 from transferd.storage.batch import Answer
 from transferd.storage.directory import ObjectDirectory
@@ -62,6 +62,7 @@ LOOK_S = 1.0  # how often the file system is looked at, at most
 NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 JOURNAL_S = 0.005  # how long the journal may be behind
+ANSWERS_S = 20.0  # a medium that has not taken an order for so long hangs
 ANEW = "it is being read anew"
 ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
@@ -379,9 +380,23 @@ class FileStorage(FileRuns):
 
     async def record(self, applied: Collection[str] = ()) -> bool:
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
+        writing = self._effects.background(self._record(applied))  # before it ends the store does not return
+        await asyncio.wait([writing], timeout=ANSWERS_S)
+        if not writing.done():
+            self.fail(f"it has not taken its list of orders for {ANSWERS_S:g} s")
+            return False
+        return writing.result()
+
+    async def _record(self, applied: Collection[str]) -> bool:
+        whose.set("orders")  # they do not wait until a purge has removed all its files
+
+        def write() -> None:
+            if not self.lost:  # else its list would seem to know orders that it has yet to apply
+                self._write_orders(applied)
+
         async with self._writing:
             try:
-                await self._in_thread(lambda: self._write_orders(applied), "orders of the store")
+                await self._in_thread(write, "orders of the store")
             except OSError as error:
                 if error.errno not in FULL:
                     self.fail(f"its list of orders cannot be written: {error.strerror or error}")

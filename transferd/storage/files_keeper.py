@@ -8,18 +8,23 @@ applied the order. A daemon that is killed in between, and a disk that was away,
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Hashable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from transferd.errors import StorageError
-from transferd.runtime.aio import every, in_turns
+from transferd.runtime.aio import Background, every, in_turns
 from transferd.storage.keeping import AT_ONCE, Dropped, IndexKeeper, Keeper, PinState
 from transferd.storage.ledger import Ledger
 from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
+
+T = TypeVar("T")
+
+ASK_S = 10.0  # how often a place is asked whether it still takes an order while somebody waits for it
 
 
 class Place(Protocol):
@@ -59,6 +64,7 @@ class FilesKeeper(Keeper):
         """wall: Unix time."""
         self.places = places
         self._all = [place.index_keeper for place in places]
+        self._works = Background()
         self.book = OrderBook(wall)
 
     @property
@@ -79,7 +85,7 @@ class FilesKeeper(Keeper):
         live = self._live
         for place in live:  # a disk that returns meanwhile does not apply it there: the lists no longer know owners
             place.tried.add(order.id)
-        dropped = await every([place.index_keeper.drop(selection) for place in live])
+        dropped = await every([self._dropped(place, selection) for place in live])
         self.book.unpin(name for one in dropped for name in one.pinned)
         kept_by, left = await self.record(), list[StorageError]()
         removed = await every([self._removed(place, one, left) for place, one in zip(live, dropped, strict=True)])
@@ -99,6 +105,15 @@ class FilesKeeper(Keeper):
         not_reached = [place.path for place in self.places if place not in reached]
         return Purged(total.objects, total.bytes, not_reached, kept_by)
 
+    async def _while_it_answers(self, place: Place, work: Awaitable[T]) -> T | None:
+        """The result of work on a place. None if the place fails, or hangs, and so fails; the work then goes on."""
+        working = self._works.begin(work)
+        while not working.done() and not place.lost:
+            await asyncio.wait([working], timeout=ASK_S)
+            if not working.done():
+                await place.record()
+        return working.result() if working.done() else None
+
     async def _removed(self, place: Place, dropped: Dropped, left: list[StorageError]) -> Purged | None:
         """What has gone; None if the place failed meanwhile: it does the rest when it returns.
 
@@ -106,8 +121,8 @@ class FilesKeeper(Keeper):
         same: it would take what is stored from now on at the next start.
         """
         try:
-            removed = await place.index_keeper.removed(dropped)
-            await place.empty_quarantine(dropped.selection)
+            removed = await self._while_it_answers(place, place.index_keeper.removed(dropped))
+            await self._while_it_answers(place, place.empty_quarantine(dropped.selection))
         except StorageError as error:
             if not place.lost:
                 left.append(error)
@@ -117,8 +132,12 @@ class FilesKeeper(Keeper):
             left.append(StorageError(f"{what}; mend them, restart, and purge again"))
         return None if place.lost else removed
 
+    async def _dropped(self, place: Place, selection: Selection) -> Dropped:
+        dropping = self._while_it_answers(place, place.index_keeper.drop(selection))
+        return await dropping or Dropped(selection, [])
+
     async def _purged(self, place: Place, selection: Selection, left: list[StorageError]) -> Purged | None:
-        return await self._removed(place, await place.index_keeper.drop(selection), left)
+        return await self._removed(place, await self._dropped(place, selection), left)
 
     async def catch_up(self) -> None:
         """A disk has brought orders that the others do not know: apply them there."""
@@ -170,7 +189,8 @@ class FilesKeeper(Keeper):
             if not place.ledger.behind:  # else its list lacks the pins
                 its = [name for name in names if name in place.index_keeper]
                 with contextlib.suppress(StorageError):
-                    found.update(name for name, there in zip(its, await place.look(its), strict=True) if there)
+                    looked = await self._while_it_answers(place, place.look(its)) or ()
+                    found.update(name for name, there in zip(its, looked, strict=False) if there)
         return [name in found for name in names]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:

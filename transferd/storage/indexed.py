@@ -31,7 +31,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable
@@ -55,6 +55,7 @@ from transferd.storage.base import (
     as_chain,
 )
 from transferd.storage.batch import (
+    PATIENCE_S,
     Answer,
     Damaged,
     Read,
@@ -579,11 +580,10 @@ class IndexedStorage(Index, Storage):
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         return asyncio.shield(self._stuck.remove_bad(fits))
 
-    async def at_end(self) -> None:
+    async def at_end(self) -> Collection[asyncio.Future[None]]:
         stores = set(self.stores.ends)
         await self._effects.ended()
-        if stores:
-            await asyncio.wait(stores)
+        return (await asyncio.wait(stores, timeout=PATIENCE_S))[1] if stores else ()
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
-from transferd.runtime.aio import every
+from transferd.runtime.aio import Background, every
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
@@ -190,8 +190,8 @@ class Purging(Protocol):
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit, which are in no index and could not be put aside yet."""
 
-    async def at_end(self) -> None:
-        """Wait for the stores and removals that run now."""
+    async def at_end(self) -> Collection[asyncio.Future[None]]:
+        """Wait for the stores and removals that run now. Returns the ends of stores that hang."""
 
 
 @dataclass(slots=True)
@@ -217,6 +217,7 @@ class IndexKeeper(Keeper):
         self.pinned_by: Callable[[str], Iterable[tuple[Hashable, float]]] | None = None
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
+        self._late = Background()
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         self._index.claim(owner, space, share)
@@ -264,14 +265,22 @@ class IndexKeeper(Keeper):
 
     async def removed(self, dropped: Dropped) -> Purged:
         """Wait until no byte of what fits is left, also of what was being stored, or removed for another reason."""
-        await self._store.at_end()
+        hanging = await self._store.at_end()
         if dropped.selection.unused_s is None:  # else they are new
             await self._drop_some(list(dict.fromkeys(dropped.coming)), dropped, dry_run=False)
+            if hanging:
+                self._late.begin(self._drop_late(hanging, dropped))
         dropped.ends.append(self._store.drop_bad(dropped.selection.fits))
         if stuck := sum(await every(dropped.ends)):
             what = f"{stuck} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
         return dropped.total
+
+    async def _drop_late(self, hanging: Collection[asyncio.Future[None]], dropped: Dropped) -> None:
+        """Purge what comes by stores that hung during a purge, when they end."""
+        coming = set(dropped.coming).intersection(self._store.stores.names)
+        await asyncio.wait(hanging)
+        await self._drop_some(list(coming), dropped, dry_run=False)
 
     async def _drop_some(self, names: Sequence[str], dropped: Dropped, *, dry_run: bool) -> None:
         selection = dropped.selection
