@@ -38,7 +38,7 @@ class RunningCalls:
         calls = list(self._calls.values())  # in one step, also for a thread: a tuple may collect garbage after it began
         return any(name in names for names in calls)
 
-    async def without(self, names: Collection[str]) -> None:
-        """Wait until none of the calls that run now is about one of these objects."""
+    async def without(self, names: Collection[str], within_s: float | None = None) -> None:
+        """Wait until none of the calls that run now is about one of these objects, at most for so long."""
         if ends := [end for end, some in self._calls.items() if not set(names).isdisjoint(some)]:
-            await asyncio.wait(ends)
+            await asyncio.wait(ends, timeout=within_s)

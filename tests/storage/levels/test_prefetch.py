@@ -11,6 +11,7 @@ import pytest
 
 from tests.storage.harness import STACKS, Backend, Harness, Open, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.waits import until
 from transferd.blocks.formats import FOOTER_BYTES, seal, stamp_of_name
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageUnavailable
@@ -370,6 +371,37 @@ async def test_a_read_that_hangs_stops_no_other_prefetch(open_storage: Open, mon
     await again.bring(objects([0, 1, 2]))
     assert again.error is None
     assert [await fetch(store, i) for i in range(4)] == [0] * 4
+
+
+async def test_a_level_that_hangs_in_what_it_is_brought_stops_no_other_prefetch(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    middle = gated(MemoryStorage(memory_config(1024**2)), "middle")
+    store = await open_storage(
+        stack(MemoryStorage(memory_config(1024**2)), middle, MemoryStorage(memory_config(1024**2)))
+    )
+    for i in range(3):
+        assert await store.put((name(i), content(i))) == [STORED]
+    await store.levels.flush(10)
+    for level in store.levels.all_levels[:2]:
+        for i in range(3):
+            await level.storage.quarantine(name(i))
+    middle.gate.clear()
+    hangs = begin(store, "middle")
+    with monkeypatch.context() as patched:
+        patched.setattr(write_back, "HANGS_S", 0.01)
+        await hangs.bring(objects([0]))
+    assert "has not answered a store" in str(hangs.error)
+    await (again := begin(store, "middle")).bring(objects([1]))
+    assert "stores to it do not end" in str(again.error), "it is not asked again"
+    await (other := begin(store)).bring(objects([1]))
+    assert other.there([name(1)]) == [True], "another level takes it"
+    assert middle.waiting == 1
+    middle.gate.set()
+    await until(lambda: not store.levels.all_levels[1].stores.hanging, "it answers")
+    await (last := begin(store, "middle")).bring(objects([2]))
+    assert last.error is None
+    assert await middle._behind.exists([name(0), name(2)]) == [True, True]
 
 
 async def test_levels_that_it_cannot_bring_to(open_storage: Open) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.storage.harness import Harness, Open, memory_config
 from tests.support.gated_storage import GatedStorage, gated, stack
+from tests.support.waits import until
 from transferd.config import LevelSection
 from transferd.errors import StorageError
 from transferd.storage.base import FOUND, STORED, Item
@@ -55,6 +56,30 @@ async def test_a_block_comes_up_at_the_use_that_the_configuration_names(
     store, _, _ = await two(open_storage, promote)
     assert [await load(store) for _ in range(4)] == levels
     assert store.storage.statistics()["levels"][0]["promoted"] == (promote > 0)
+
+
+async def test_a_level_that_hangs_in_what_comes_up_is_left_out(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hung kept its buffers, and all promotions went on going there until none was left."""
+    monkeypatch.setattr(promotion, "HANGS_S", 0.01)
+    first, middle, last = (gated(MemoryStorage(memory_config(1024**2)), one) for one in ("memory", "middle", "last"))
+    store = await open_storage(stack(first, middle, last))
+    for i in (1, 2):
+        assert await store.put((name(i), content(i))) == [STORED]
+        await store.levels.flush(10)
+        await first.quarantine(name(i))
+        await middle.quarantine(name(i))
+    assert isinstance(store.storage, LevelsStorage)
+    level = store.levels.all_levels[1]
+    middle.gate.clear()
+    await store.get((name(1), NBYTES))
+    await until(lambda: level.stores.hanging, "it is known to hang")
+    await store.get((name(2), NBYTES))
+    await until(lambda: first.index.find([name(2)], None) == [True], "it comes to the level above that")
+    middle.gate.set()
+    await store.storage._promotions.running.settled()
+    assert (level.stores.hanging, store.storage._promotions.buffers.used) == (0, [])
 
 
 async def test_a_look_up_promotes_nothing(open_storage: Open) -> None:

@@ -16,9 +16,10 @@ from transferd.config import LevelSection, Size
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Item, Outcome, as_chain
 from transferd.storage.levels import stack as stack_module
-from transferd.storage.levels import sweep, write_back
+from transferd.storage.levels import storing, sweep, write_back
 from transferd.storage.levels.base import Proof
 from transferd.storage.levels.copying import CopyDown
+from transferd.storage.levels.write_back import CARRY_BYTES
 from transferd.storage.lru import Use
 from transferd.storage.memory import MemoryStorage
 from transferd.storage.selection import Selection
@@ -492,6 +493,37 @@ async def test_a_source_that_hangs_stops_no_copy_from_another_one(
     disk.gate.set()
     await store.levels.flush(10)
     assert [type(one) for one in await prove(store.storage, [old])] == [Proof], "it is copied when the disk answers"
+
+
+async def test_a_level_to_which_copies_hang_costs_stores_and_other_levels_nothing(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once its queue was full, each store waited for it for half of its time, and nothing said that it hangs."""
+    monkeypatch.setattr(write_back, "HANGS_S", 0.01)
+    monkeypatch.setattr(storing, "WAIT_S", 1e6)
+    disk = gated(MemoryStorage(memory_config(1024 * KIB)), "disk")
+    pool = gated(MemoryStorage(memory_config(1024 * KIB)), "object", asks=True)
+    few = LevelSection(write_back_bytes=Size(4 * KIB))
+    store = await open_storage(stack(MemoryStorage(memory_config(64 * KIB)), disk, pool, disk=few))
+    back = store.levels.write_backs[0]
+    disk.gate.clear()
+    assert await store.put(*((name(i), content(i)) for i in range(4))) == [STORED] * 4
+    await until(lambda: back.refusal is not None, "it is known to hang")
+    use = Use()
+    use.shared = True
+    [answer] = await promise(store.storage, [Blob(name(9), store.buffer(KIB, content(9)), use)])
+    assert isinstance(answer, Proof), "it has waited for nothing"
+    row = store.storage.statistics()["levels"][1]
+    assert (row["hanging"], row["available"], disk.waiting) == (1, False, 1), "nothing else is stored there"
+    assert back.carry.nbytes + back.carry.hanging_bytes == CARRY_BYTES
+    keeper = store.storage.keeper
+    assert keeper is not None
+    await keeper.purge(Selection(names=frozenset([name(0)])))
+    disk.gate.set()
+    await until(lambda: not store.levels.unsaved, "it answers, and takes what has waited")
+    await store.levels.flush(10)
+    assert [await there(disk, i) for i in (0, 1, 2, 3, 9)] == [False, True, True, True, True]
+    assert back.carry.hanging_bytes == 0
 
 
 async def test_a_chain_longer_than_the_first_level_keeps_its_root_there_and_its_tail_goes_below(

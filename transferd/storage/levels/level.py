@@ -98,6 +98,11 @@ class Patience:
         if self._slow >= SLOW_CALLS:
             self._out_until = self._now() + OUT_S
 
+    def hangs(self, call: asyncio.Future[Any]) -> None:
+        """Note that a call that nobody has timed hangs, until it ends."""
+        self.late()
+        call.add_done_callback(lambda _: self.returned(None))
+
     @property
     def out(self) -> bool:
         """Whether the level is left out, because it was too slow again and again."""

@@ -8,7 +8,7 @@ not count as uses.
               load copies the object up itself. So no object is read twice
     kept      a brought object is not evicted until its first use, or the end of the prefetch (`Bringing.release`)
     bounded   at most MOST_KEPT of a level is kept for prefetches; a warm-up keeps nothing and fills only free room
-    hanging   a read that does not end ends its prefetch, and no other one (`Carry.filled`)
+    hanging   a call that does not end ends its prefetch, and no other one (`Carry`)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
 from transferd.storage.levels.parts import StackParts
-from transferd.storage.levels.write_back import GIVE_WAY_S, PEEK, Carry
+from transferd.storage.levels.write_back import GIVE_WAY_S, HANGS_S, PEEK, Carry
 from transferd.storage.lru import Use
 from transferd.storage.queues import AWAITED
 from transferd.storage.selection import Selection
@@ -98,11 +98,11 @@ class StackBringing(Bringing):
             if not self.free_only and not self._fits(self.level, sum(item.nbytes for item in items)):
                 await self._all.forget_gone(self.use)
             for batch in _batches(items):
+                await promotions.coming.without([item.name for item in batch], HANGS_S)  # beside others' turns
                 async with self._all.turn:
                     if self.stopped or self._all.closing or isinstance(self.error, StorageFull):
                         return
                     await parts.traffic.quiet(GIVE_WAY_S)
-                    await promotions.coming.without([item.name for item in batch])
                     await promotions.running.begin(self._batch(batch))
         except TransferError as error:  # Closed, too: a close waits for reads, but not for ever
             self.error = self.error or error
@@ -164,12 +164,15 @@ class StackBringing(Bringing):
 
             damaged = await parts.threads.run(Direction.IN, damages, "checks of a prefetch") if found else []
             for i in damaged:
-                await self._all.quarantine_at(names[i], outcomes[i].level)
+                await asyncio.wait(
+                    [parts.late.begin(self._all.quarantine_at(names[i], outcomes[i].level))], timeout=HANGS_S
+                )
                 again.append(items[i])
             good = [i for i in found if i not in damaged]
             above, own = [items[i] for i in good], [slots[i] for i in good]
             sources = [parts.levels[outcomes[i].level] for i in good]
-            for item, answer, why in await parts.promotions.bring(above, sources, own, level, born, "prefetched"):
+            bring = parts.promotions.bring(above, sources, own, level, born, "prefetched")
+            for item, answer, why in await self._all.carry.stored(bring, sum(sizes), level, parts.late):
                 if answer.found in (Found.STORED, Found.EXISTS) and not why:
                     self._keep(item.name, level)
                 elif isinstance(answer.error, StorageError):

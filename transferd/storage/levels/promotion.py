@@ -6,6 +6,7 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -18,8 +19,8 @@ from transferd.errors import StorageError
 from transferd.runtime.aio import Background
 from transferd.storage.base import Found, Item, Outcome
 from transferd.storage.levels.copying import Copying
-from transferd.storage.levels.level import Names, StoreLevel
-from transferd.storage.levels.write_back import Carry
+from transferd.storage.levels.level import MIB, Names, StoreLevel
+from transferd.storage.levels.write_back import HANGS_S, Carry
 from transferd.storage.running import RunningCalls
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
@@ -114,7 +115,13 @@ class Promotions:
         above, slots = [items[i] for i in fresh], [buffers[i].data for i in fresh]
         try:
             if (target := self.above(source)) is not None:
-                await self.bring(above, [source] * len(above), slots, target, born, "promoted")
+                bringing = asyncio.ensure_future(
+                    self.bring(above, [source] * len(above), slots, target, born, "promoted")
+                )
+                await asyncio.wait([bringing], timeout=HANGS_S + sum(map(len, slots)) / MIB)
+                if not bringing.done():
+                    target.stores.hangs(bringing)
+                await bringing
         except StorageError:
             pass  # a later use promotes them
         finally:

@@ -32,8 +32,8 @@ import itertools
 import mmap
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Sequence
+from typing import Any, TypeVar
 
 import structlog
 
@@ -42,12 +42,14 @@ from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import Background, Paced, begun, resolve
 from transferd.storage.base import Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.copying import CopyDown, Copying
-from transferd.storage.levels.level import StoreLevel
+from transferd.storage.levels.level import MIB, StoreLevel
 from transferd.storage.lru import Use
 from transferd.storage.queues import EVICTED, STORED
 from transferd.tiers.staging import SLOT_ALIGNMENT
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 BATCH = 64  # objects of one copy
 MOST = 2**17  # names that are remembered for each level; beyond, the oldest are forgotten
@@ -59,8 +61,8 @@ TRIES = 3  # refusals that pass, until a task that waits for a copy is told
 RETRY_S = 1.0  # until a level that failed is tried again; each further refusal doubles it
 LONGEST_RETRY_S = 60.0
 JITTER = 0.25  # of a pause, so that the nodes of a fleet do not come back together
-HANGS_S = 10.0  # how long a copy waits for its read
-MOST_HANGING = 2  # reads that may keep the memory of their copy
+HANGS_S = 10.0  # a call of a copy that takes longer hangs; with a second more for each MiB that it stores
+MOST_HANGING = 2  # calls that may keep the memory of their copy
 CARRY_BYTES = 32 * 1024**2  # memory through which the objects of one copy travel
 PEEK = Use(counts=False)
 
@@ -82,13 +84,13 @@ class CarryMemory:
 class Carry:
     """The memory of one copy at a time. levels: where it is registered, until `close`.
 
-    What a read that hangs may still write to stays until it ends. The next copy has other memory.
+    What a call that hangs may still use stays until it ends. The next copy has other memory.
     """
 
     def __init__(self, levels: Sequence[StoreLevel]) -> None:
         self._levels = levels
         self._memory: CarryMemory | None = None
-        self._hanging: dict[asyncio.Future[Any], CarryMemory] = {}  # by the reads that use it
+        self._hanging: dict[asyncio.Future[Any], CarryMemory] = {}  # by the calls that use it
 
     @property
     def nbytes(self) -> int:
@@ -111,14 +113,31 @@ class Carry:
         reading = late.begin(begun(with_slots_back(read(slots))))
         if not reading.done():
             await asyncio.wait([reading], timeout=HANGS_S)
-        if not reading.done() and self._memory is not None:
-            self._hanging[reading], self._memory = self._memory, None
-            reading.add_done_callback(self._ended)
-            raise StorageUnavailable(f"a level has not answered a read for {HANGS_S:g} s")
+        if not reading.done():
+            self._hang(reading, "a read", HANGS_S)
         return reading.result(), slots
 
-    def _ended(self, reading: asyncio.Future[Any]) -> None:
-        self._free(self._hanging.pop(reading))
+    async def stored(self, copy: Coroutine[Any, Any, T], nbytes: int, level: StoreLevel, late: Background) -> T:
+        """The result of a copy of so many bytes from the slots to a level. Raises StorageError, as `filled` does.
+
+        Nothing else is stored there until it has ended.
+        """
+        storing, within_s = asyncio.ensure_future(copy), HANGS_S + nbytes / MIB
+        await asyncio.wait([storing], timeout=within_s)
+        if not storing.done():
+            level.stores.hangs(late.begin(storing))
+            self._hang(storing, "a store", within_s)
+        return storing.result()
+
+    def _hang(self, call: asyncio.Future[Any], what: str, seconds: float) -> None:
+        """Leave the memory to a call that hangs. Raises StorageUnavailable."""
+        if self._memory is not None:
+            self._hanging[call], self._memory = self._memory, None
+            call.add_done_callback(self._ended)
+        raise StorageUnavailable(f"a level has not answered {what} for {seconds:.3g} s")
+
+    def _ended(self, call: asyncio.Future[Any]) -> None:
+        self._free(self._hanging.pop(call))
 
     def slots(self, sizes: Sequence[int]) -> list[memoryview]:
         """A slot for each object. Call it when those of the last call are not in use any more. Raises StorageError."""
@@ -481,6 +500,8 @@ class WriteBack:
 
         Raises StorageError.
         """
+        if self.level.stores.hanging:
+            raise StorageUnavailable(f"stores to the level {self.level.name} do not end")
         born, source = self._copying.fences.number, batch[0].source
         if names := [one.name for one in batch if one.check]:
             asked = self._now()
@@ -504,7 +525,8 @@ class WriteBack:
                 own.append(slot)
             else:
                 self._end(one, "gone", outcome.error if isinstance(outcome.error, StorageError) else None)
-        copies = await self._copying.copy(items, [source] * len(items), own, self.level, born)
+        copying = self._copying.copy(items, [source] * len(items), own, self.level, born)
+        copies = await self.carry.stored(copying, sum(map(len, own)), self.level, self._copying.late)
         refused: list[tuple[CopyDown, StorageError]] = []
         for one, (_, outcome, why) in zip(reversed(rest), reversed(copies), strict=True):
             if not why and outcome.found not in (Found.STORED, Found.EXISTS):
