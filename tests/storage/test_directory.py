@@ -1,4 +1,7 @@
-"""Who can reach what is stored: the daemon's user alone, whatever the umask, also in a store made earlier."""
+"""Who can reach what is stored: the daemon's user alone, whatever the umask, also in a store made earlier.
+
+And whether the directory is still ours.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.storage.directory import ObjectDirectory
+from transferd.storage import file_io
+from transferd.storage.directory import ObjectDirectory, ToStore
 from transferd.storage.queues import GONE
 
 
@@ -24,6 +29,12 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def modes(root: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in (root, *root.rglob("*")) if path.is_dir()}
+
+
+def pull(root: Path) -> None:
+    """Its disk is gone; what it was mounted on is there."""
+    root.rename(root.parent / "pulled")
+    root.mkdir()
 
 
 def store(root: Path) -> None:
@@ -57,8 +68,7 @@ def test_an_object_of_a_disk_that_is_not_mounted_is_not_gone(tmp_path: Path) -> 
     directory.open()
     directory.write(name, memoryview(b"bytes"))
     assert directory.missing(name, 5) == ""
-    root.rename(tmp_path / "pulled")
-    root.mkdir()  # what it was mounted on
+    pull(root)
     for look in (lambda: directory.missing(name, 5), lambda: directory.read(name, memoryview(bytearray(5)))):
         with pytest.raises(StorageUnavailable, match="not this daemon's any more"):
             look()
@@ -66,4 +76,44 @@ def test_an_object_of_a_disk_that_is_not_mounted_is_not_gone(tmp_path: Path) -> 
     (tmp_path / "pulled").rename(root)
     assert directory.missing(name, 5) == ""
     assert directory.missing("model/generation/cd/0", 5) == GONE
+    directory.close()
+
+
+def test_a_disk_that_goes_during_a_write_leaves_nothing_beneath_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, name = tmp_path / "store", "model/generation/ab/0"
+    directory = ObjectDirectory(root, fsync=False, clock=SYSTEM_CLOCK)
+    directory.open()
+    put = directory._io.put
+
+    def pulled(*args: Any, **kwargs: Any) -> None:
+        pull(root)
+        put(*args, **kwargs)
+
+    monkeypatch.setattr(directory._io, "put", pulled)
+    with pytest.raises(StorageUnavailable, match="not this daemon's any more"):
+        directory.write(name, memoryview(b"bytes"))
+    assert not list(root.iterdir())
+    directory.close()
+
+
+@pytest.mark.skipif(not file_io.NATIVE, reason="the installation had no compiler")
+def test_a_disk_that_goes_during_a_native_call_leaves_nothing_beneath_it(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    directory = ObjectDirectory(root, fsync=False, clock=SYSTEM_CLOCK)
+    directory.open()
+    items = [ToStore(i, f"model/generation/ab{i}/0", None, 5, None) for i in range(4)]
+
+    def fill(position: int, data: memoryview, near: bool, /) -> bool:
+        data[:] = b"bytes"
+        if position == 1:
+            pull(root)
+        return True
+
+    storing = directory.storing(items, [memoryview(bytearray(5))], len(items), fill, True)
+    storing.call()
+    made, _ = directory.stored(items, storing)
+    assert made == [True, False, False, False]
+    assert not list(root.iterdir())
     directory.close()

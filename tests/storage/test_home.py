@@ -168,7 +168,10 @@ def test_a_home_knows_what_is_beneath_it(mounts: list[Path]) -> None:
     assert home.away() == AWAY
     with pytest.raises(OSError, match="not mounted"):
         home.make()
-    root.mkdir()  # somebody has stored beneath, as earlier releases did
+    (root / "objects").mkdir(parents=True)  # somebody has stored beneath, as earlier releases did
+    assert home.away() == AWAY
+    with pytest.raises(OSError, match="not mounted"):
+        home.opened()  # it went after `make`
     assert home.away() == AWAY
     mounted_anew(mounts[0])
     assert home.away() == ""

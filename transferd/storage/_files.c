@@ -31,14 +31,22 @@
 /* How far `put` came. */
 enum { NAMED, NOT_RETIRED, NOT_OPENED, UNFIT, NOT_FILLED, NOT_NAMED };
 
-/* spare: the file to overwrite; NULL: make one. direct: how many of the first bytes go past the page cache. directory_mode: of
- * a directory that is made because there is none; 0: none is made. syncs: wait for the medium before the file gets its name. */
+/* spare: the file to overwrite, or NULL. lock: whose identity says that the directory is ours. direct: how many of the first bytes go past
+ * the page cache. directory_mode: of a directory that is made if there is none, or 0. syncs: wait for the medium before it is named. */
 typedef struct {
-    const char *spare, *temporary, *path;
+    const char *spare, *temporary, *path, *lock;
+    unsigned long long device, inode;
     const unsigned char *data;
     long long nbytes, direct;
     int flags, mode, directory_mode, allocates, syncs;
 } Order;
+
+static int is_ours(const Order *order)
+{
+    struct stat found;
+
+    return lstat(order->lock, &found) == 0 && found.st_dev == order->device && found.st_ino == order->inode;
+}
 
 /* found: how long the file is. */
 static int fill(const Order *order, int fd, long long found)
@@ -93,13 +101,13 @@ static int make_directories(char *path, mode_t mode)
     return made && (mkdir(path, mode) == 0 || errno == EEXIST);
 }
 
-/* Makes the directory of a file. */
+/* Makes the directory of a file, unless the path leads beneath the store: its disk may have gone a moment ago. */
 static void make_directory(const Order *order, const char *path)
 {
     char directory[4096];
     const char *end = strrchr(path, '/');
 
-    if (!end || !order->directory_mode || (size_t)(end - path) >= sizeof directory)
+    if (!end || !order->directory_mode || (size_t)(end - path) >= sizeof directory || !is_ours(order))
         return;
     memcpy(directory, path, (size_t)(end - path));
     directory[end - path] = 0;
@@ -257,7 +265,7 @@ enum { LEFT = -1, NOT_TAKEN, DONE }; /* or the errno of a disk that cannot read 
 
 /* Runs of `run` objects, to store or to load. lent: NULL if no blocks are. callable: makes or takes what `lent` does not; NULL if the
  * objects stay in the caller's memory. busy: see Lent in lent.py. slot: those that threads share, one at a time, to make or to read
- * objects in; unused: bits of those that no thread has. lock: the file whose identity says that the directory is ours. */
+ * objects in; unused: bits of those that no thread has. lock: its path. */
 typedef struct {
     Native native;
     Object *object;
@@ -267,7 +275,6 @@ typedef struct {
     Py_buffer busy, slot[MOST_SLOTS];
     int slots;
     _Atomic uint64_t unused;
-    unsigned long long device, inode;
     size_t nbytes; /* of an object in a slot */
     int near;
     Order store;
@@ -464,13 +471,6 @@ static int sync_names(const Object *first, const Object *end)
     return good;
 }
 
-static int is_ours(const Call *call)
-{
-    struct stat found;
-
-    return lstat(PyBytes_AsString(call->lock), &found) == 0 && found.st_dev == call->device && found.st_ino == call->inode;
-}
-
 /* Stores a run, up to the first object with which anything is unusual. */
 static void store_run(Native *native, Py_ssize_t item)
 {
@@ -481,7 +481,8 @@ static void store_run(Native *native, Py_ssize_t item)
 
     if (end - first > call->run)
         end = first + call->run;
-    if (!is_ours(call))
+    order.lock = PyBytes_AsString(call->lock);
+    if (!is_ours(&order))
         end = first;
     for (; one < end; one++) {
         unsigned char *data = slot < 0 ? one->data.buf : call->slot[slot].buf;
@@ -513,7 +514,7 @@ static PyObject *prepared_store(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "O!O!nnOOpiiippO&KK", &PyList_Type, &orders, &PyList_Type, &slots, &call.nbytes, &call.run, &blocks,
                           &callable, &call.near, &order->flags, &order->mode, &order->directory_mode, &order->allocates, &order->syncs,
-                          PyUnicode_FSConverter, &call.lock, &call.device, &call.inode))
+                          PyUnicode_FSConverter, &call.lock, &order->device, &order->inode))
         return NULL;
     order->nbytes = (long long)call.nbytes;
     order->direct = order->flags & O_DIRECT ? order->nbytes / UNIT * UNIT : 0;

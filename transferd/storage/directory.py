@@ -125,7 +125,7 @@ class ObjectDirectory:
         self.unit = 1  # how many bytes the file system allocates at a time
         self._numbers = itertools.count()
         self._spares = Spares(self.home.spares, self._numbers)
-        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, _make_directory, self._spares.release)
+        self._quarantine = Quarantine(self.home.quarantine, clock, self._numbers, self._make_ours, self._spares.release)
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -391,8 +391,12 @@ class ObjectDirectory:
                 self._make_directory(os.path.dirname(path))
         return make()
 
-    def _make_directory(self, directory: str) -> None:
+    def _make_ours(self, directory: str) -> None:
+        self._check_ours()  # its disk may have gone a moment ago: nothing is made beneath
         _make_directory(directory)
+
+    def _make_directory(self, directory: str) -> None:
+        self._make_ours(directory)
         while self._fsync and len(directory) >= len(self._objects):
             directory = os.path.dirname(directory)
             sync_directory(directory)

@@ -69,6 +69,8 @@ class Home:
         self._objects_at = there.st_dev, there.st_ino
         real = Path(os.path.realpath(self.root))
         device = os.stat(real).st_dev
+        if device in (self._above or ()):  # it was unmounted after `make`
+            raise OSError(errno.ENODEV, AWAY, os.fspath(self.root))
         self._above = frozenset(os.stat(path).st_dev for path in real.parents) - {device}
         own = [real, *itertools.takewhile(lambda path: os.stat(path).st_dev == device, real.parents)]
         self.mount_point = "" if own[-1] == own[-1].parent else str(own[-1])
