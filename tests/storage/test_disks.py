@@ -35,7 +35,9 @@ from tests.support.waits import until
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.errors import ConfigError, StillRunning
+from transferd.runtime import threads
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.threads import Direction
 from transferd.storage import file, indexed, orders
 from transferd.storage.base import Found, Item
 from transferd.storage.disks import Disk, Disks
@@ -363,6 +365,23 @@ async def test_a_list_that_hung_says_nothing_of_orders_that_were_given_since(
     hangs.unlink()
     await until(lambda: not store._all[1].lost, "it answers")
     assert await there(harness, names(40)) == set()
+
+
+async def test_disks_that_hang_are_waited_for_together_and_the_loop_goes_on(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop took a second for each of them, whatever its time."""
+    monkeypatch.setattr(threads, "CLOSE_S", 60.0)
+    store = disks([tmp_path / name for name in "abc"])
+    await open_storage(store)
+    over = threading.Event()
+    hung = [disk._threads.run(Direction.OUT, over.wait, "hangs") for disk in store._all]
+    await until(lambda: all(disk._threads.under_way() for disk in store._all))
+    closing = asyncio.ensure_future(store.close())
+    await until(lambda: all(disk._directory.home.lock.problem() for disk in store._all))  # only threads are left
+    over.set()
+    await closing
+    assert [work.result() for work in hung] == [True] * 3
 
 
 async def test_a_disk_that_two_calls_try_at_once_is_well(

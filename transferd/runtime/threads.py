@@ -44,6 +44,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 CLOSE_S = 1.0  # how long a close waits for running functions; callers have already waited for their own work
+CLOSE_LOOKS = 20  # how often `closed` looks whether they have ended
 # The fewest threads a daemon needs: for copies, set-up, storage (48 past the page cache), log and dumps, and for libzmq
 # and libuv, which abort the process if they cannot start a thread.
 LEAST = 96
@@ -359,6 +360,19 @@ class ThreadPools:
     def close(self, within: float = CLOSE_S) -> list[str]:
         end = time.monotonic() + within
         return [call for crew in self._crews.values() for call in crew.close(max(0.0, end - time.monotonic()))]
+
+
+async def closed(threads: Threads, within: float | None = None) -> list[str]:
+    """Close them, and wait for what runs; the loop goes on meanwhile. Returns what still runs after `within` seconds.
+
+    Many can be closed at once: each `close` alone would keep the loop for as long as one of its functions hangs.
+    """
+    threads.close(0.0)
+    for _ in range(CLOSE_LOOKS):
+        if not threads.under_way():
+            return threads.close()
+        await asyncio.sleep((CLOSE_S if within is None else within) / CLOSE_LOOKS)
+    return threads.under_way()
 
 
 @dataclass(eq=False, repr=False)

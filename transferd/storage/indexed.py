@@ -37,7 +37,7 @@ from typing import Any
 from transferd.errors import Closed, StillRunning, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import Later, answered, at_once
 from transferd.runtime.clock import SYSTEM_CLOCK
-from transferd.runtime.threads import Direction, Threads
+from transferd.runtime.threads import Direction, Threads, closed
 from transferd.storage.base import (
     EXISTS,
     FOUND,
@@ -260,7 +260,7 @@ class IndexedStorage(Index, Storage):
         try:
             await self._release()
         finally:
-            still = self._threads.close()
+            still = await closed(self._threads)
         if still:
             raise StillRunning(f"{self.backend} storage: {'; '.join(still)}")
 

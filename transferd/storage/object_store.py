@@ -50,7 +50,7 @@ from transferd.errors import ConfigError, StillRunning, StorageError, StorageFul
 from transferd.runtime.aio import answered, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.threads import Direction, SharedItems, ThreadPools
+from transferd.runtime.threads import Direction, SharedItems, ThreadPools, closed
 from transferd.storage.aws_profile import has_credentials, profile_options
 from transferd.storage.base import FOUND, LEFT, MISSING, STORED, Drainer, Fill, Found, Item, Outcome, Storage
 from transferd.storage.batch import bare
@@ -172,7 +172,7 @@ class ObjectStorage(Storage):
             return
         self._open = False
         await self._breaker.close()
-        still = self._threads.close(CLOSE_S)
+        still = await closed(self._threads, CLOSE_S)
         if still:
             raise StillRunning(f"object storage: {'; '.join(still)}")
 

@@ -25,7 +25,7 @@ from transferd.config import LevelSection, StorageSection
 from transferd.errors import Closed, StillRunning, StorageError
 from transferd.runtime.aio import Paced, begun, every, uncancelled
 from transferd.runtime.clock import Clock
-from transferd.runtime.threads import ThreadPools, Threads
+from transferd.runtime.threads import ThreadPools, Threads, closed
 from transferd.storage.base import (
     FOUND,
     Drainer,
@@ -225,7 +225,7 @@ class LevelsStorage(Storage, Index, Levels):
                 await level.storage.close()
             except (StorageError, StillRunning) as error:
                 errors.append(error)
-        if still := self._threads.close():
+        if still := await closed(self._threads):
             errors.append(StillRunning(f"{self.backend} storage: {'; '.join(still)}"))
         if errors:
             raise errors[0]
