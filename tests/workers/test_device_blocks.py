@@ -29,8 +29,8 @@ async def test_gathered_blocks_are_scattered_byte_for_byte_except_damaged_ones(r
     lease = await written.lease("write", 3)
     assert lease is not None
     positions = [4, 0, 5]
-    assert await DeviceBlocks(written).gather(positions, lease)
-    slots = rig.staging.views(lease)
+    assert await DeviceBlocks(written).gather(positions, lease.slots)
+    slots = rig.staging.views(lease.slots)
     payload = rig.block(SOURCE[0])
     assert len({bytes(slot) for slot in slots}) == 3
     assert len(payload) + FOOTER_BYTES <= slots[1].nbytes
@@ -38,11 +38,11 @@ async def test_gathered_blocks_are_scattered_byte_for_byte_except_damaged_ones(r
     slots[2][0] ^= 1
     read = share_of(rig, ReadStorageTask(task_id="r", keys=KEYS, gpu_block_ids=TARGET))
     kept = rig.block(TARGET[5])
-    results = await DeviceBlocks(read).scatter(positions, lease, [0, 1, 2])
+    results = await DeviceBlocks(read).scatter(positions, lease.slots)
     assert [rig.block(TARGET[i]) for i in (4, 0)] == [rig.block(SOURCE[i]) for i in (4, 0)]
     assert rig.block(TARGET[5]) == kept
-    assert (results[0], results[1]) == (None, None)
-    assert results[2] is not None
+    assert (results[4], results[0]) == (None, None)
+    assert results[5] is not None
     lease.release()
 
 
@@ -50,8 +50,8 @@ async def test_a_stopped_task_gathers_nothing(rig: Rig) -> None:
     share = share_of(rig, WriteStorageTask(task_id="w", keys=KEYS, gpu_block_ids=SOURCE))
     lease = await share.lease("write", 1)
     assert lease is not None
-    before = bytes(rig.staging.views(lease)[0])
+    before = bytes(rig.staging.views(lease.slots)[0])
     share.job.stop.set(Stop.CANCELLED)
-    assert not await DeviceBlocks(share).gather([0], lease)
-    assert bytes(rig.staging.views(lease)[0]) == before
+    assert not await DeviceBlocks(share).gather([0], lease.slots)
+    assert bytes(rig.staging.views(lease.slots)[0]) == before
     lease.release()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,9 +160,9 @@ class Staging:
                 share.serve()  # the next waiter may fit now
             raise
 
-    def views(self, lease: Lease) -> list[memoryview]:
+    def views(self, slots: Sequence[int]) -> list[memoryview]:
         """A writable view of each leased slot, one object long. Borrowed until the lease is released."""
-        return [self.slot_view(slot, self.object_bytes) for slot in lease.slots]
+        return [self.slot_view(slot, self.object_bytes) for slot in slots]
 
     def slot_view(self, slot: int, nbytes: int) -> memoryview:
         """The first `nbytes` of a slot, writable. Borrowed from the region."""

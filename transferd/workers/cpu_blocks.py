@@ -24,7 +24,6 @@ from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction
 from transferd.storage.lent import Lent
 from transferd.tasks import ReadStorageTask, WriteStorageTask
-from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 from transferd.workers.device_blocks import check
 from transferd.workers.job import Share
@@ -203,38 +202,37 @@ class CpuBlocks:
         """The checksum's state of one block, from one part to the next."""
         return _inplace.new_state(self._memory.native)
 
-    async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
+    async def gather(self, positions: Sequence[int], slots: Sequence[int]) -> bool:
         """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
         share, fill = self._share, BlockFill(self, positions)
-        slots = share.context.staging.views(lease)
+        views = share.context.staging.views(slots)
 
         def collect() -> None:
-            for i, slot in enumerate(slots):
-                fill(i, slot, False)
+            for i, view in enumerate(views):
+                fill(i, view, False)
 
-        return await self._copied(Direction.OUT, collect, len(slots))
+        return await self._copied(Direction.OUT, collect, len(views))
 
-    async def scatter(self, positions: Sequence[int], lease: Lease, at: Sequence[int]) -> dict[int, Damage | None]:
-        """Copy objects from slots to these blocks. at: the indices of their slots in the lease.
+    async def scatter(self, positions: Sequence[int], slots: Sequence[int]) -> dict[int, Damage | None]:
+        """Copy objects from slots to these blocks.
 
-        For each index: None if the block holds the object; otherwise why not. Indices that are absent were not copied:
-        the task was stopped first, or another process wrote to the block meanwhile. Raises TransferError.
+        For each position: None if the block holds the object; otherwise why not. Positions that are absent were not
+        copied: the task was stopped first, or another process wrote to the block meanwhile. Raises TransferError.
         """
-        share, drain, slots = self._share, BlockDrain(self, positions), self._share.context.staging.views(lease)
-        taken = [False] * len(at)
+        share, drain, views = self._share, BlockDrain(self, positions), self._share.context.staging.views(slots)
+        taken = [False] * len(views)
 
         def copy() -> None:
-            for i, index in enumerate(at):
-                taken[i] = drain(i, slots[index])
+            for i, view in enumerate(views):
+                taken[i] = drain(i, view)
 
-        if not await self._copied(Direction.IN, copy, len(at)):
+        if not await self._copied(Direction.IN, copy, len(views)):
             return {}
-        results: dict[int, Damage | None] = {index: drain.damages.get(i) for i, index in enumerate(at) if taken[i]}
-        doubtful = [i for i in range(len(at)) if not taken[i]]
+        results = {position: drain.damages.get(i) for i, position in enumerate(positions) if taken[i]}
+        doubtful = {position: view for position, view in zip(positions, views, strict=True) if position not in results}
         if doubtful:
-            views = [slots[at[i]] for i in doubtful]
-            reasons = await check(share, views, [positions[i] for i in doubtful])
-            results |= {at[i]: reason for i, reason in zip(doubtful, reasons, strict=True) if reason is not None}
+            reasons = await check(share, list(doubtful.values()), list(doubtful))
+            results |= {i: reason for i, reason in zip(doubtful, reasons, strict=True) if reason is not None}
         return results
 
     async def _copied(self, direction: Direction, copy: Callable[[], None], count: int) -> bool:

@@ -16,7 +16,6 @@ from transferd.runtime.threads import Direction
 from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES
 from transferd.tiers.hostcopy import copy_runs
-from transferd.tiers.staging import Lease
 from transferd.workers.job import Share
 
 
@@ -36,33 +35,31 @@ class DeviceBlocks:
         self._blocks = task.block_ids
         self._share = share
 
-    async def gather(self, positions: Sequence[int], lease: Lease) -> bool:
+    async def gather(self, positions: Sequence[int], slots: Sequence[int]) -> bool:
         """Make the objects of these blocks in slots. Returns False if the task was stopped. Raises TransferError."""
         share, context, job = self._share, self._share.context, self._share.job
-        slots, ids = context.staging.views(lease), share.ids(positions)
-        seal = functools.partial(context.format.seal, slots, job.generation, ids, context.object_rank)
+        views, ids = context.staging.views(slots), share.ids(positions)
+        seal = functools.partial(context.format.seal, views, job.generation, ids, context.object_rank)
 
         async def making() -> None:
             blocks = [self._blocks[i] for i in positions]
-            await self._move(Direction.OUT, share.arena.geometry, blocks, context.staging.packed, lease.slots)
+            await self._move(Direction.OUT, share.arena.geometry, blocks, context.staging.packed, slots)
             await context.on_slots(len(slots), Direction.OUT, seal, "checksums")
 
         return await share.copied(making(), len(positions))
 
-    async def scatter(self, positions: Sequence[int], lease: Lease, at: Sequence[int]) -> dict[int, Damage | None]:
+    async def scatter(self, positions: Sequence[int], slots: Sequence[int]) -> dict[int, Damage | None]:
         """Check objects in slots, and copy those that are right to these blocks. See CpuBlocks.scatter."""
         share, staging = self._share, self._share.context.staging
-        slots = staging.views(lease)
-        reasons = await check(share, [slots[index] for index in at], positions)
-        results: dict[int, Damage | None] = {
-            index: reason for index, reason in zip(at, reasons, strict=True) if reason is not None
-        }
-        good = [i for i, reason in enumerate(reasons) if reason is None]
+        reasons = await check(share, staging.views(slots), positions)
+        both = zip(positions, reasons, strict=True)
+        results: dict[int, Damage | None] = {i: reason for i, reason in both if reason is not None}
+        good = {i: slot for i, slot in zip(positions, slots, strict=True) if i not in results}
         if good:
-            blocks, filled = [self._blocks[positions[i]] for i in good], [lease.slots[at[i]] for i in good]
-            moving = self._move(Direction.IN, staging.packed, filled, share.arena.geometry, blocks)
+            blocks = [self._blocks[i] for i in good]
+            moving = self._move(Direction.IN, staging.packed, list(good.values()), share.arena.geometry, blocks)
             if await share.copied(moving, len(good)):
-                results |= {at[i]: None for i in good}
+                results |= dict.fromkeys(good)
         return results
 
     async def _move(

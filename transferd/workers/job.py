@@ -245,6 +245,15 @@ class Share(msgspec.Struct, eq=False):
             self.error = ErrorInfo(error.reason, str(error))
             self.lost = isinstance(error, DeviceLost)
 
+    def loaded(self, outcomes: Sequence[Outcome]) -> None:
+        """Note the errors of a load. If all of its objects failed, more loads are useless: raise the last error."""
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        useless = len(errors) == len(outcomes)
+        for error in errors[:-1] if useless else errors:
+            self.failed(error)
+        if useless:
+            raise errors[-1]
+
     def done(self, positions: Sequence[int], nbytes: int) -> None:
         self.moved.extend(positions)
         self.bytes += nbytes
@@ -318,7 +327,7 @@ class Share(msgspec.Struct, eq=False):
                 lease.release()
             return None
         self.step(step, len(items))
-        return self.begin(call, items, copier, () if lease is None else staging.views(lease), lease)
+        return self.begin(call, items, copier, () if lease is None else staging.views(lease.slots), lease)
 
     async def overlapped(self, works: Iterable[Coroutine[Any, Any, bool]], most: int) -> None:
         """Run works, `most` at a time, until one returns that more are useless, or the task is stopped.

@@ -90,11 +90,7 @@ class PartLoad:
                 good.append(position)
             elif outcome.found is Found.LEFT:
                 self._left.append(position)
-            elif outcome.error is not None:
-                share.failed(outcome.error)
         if self.blocks.lost is not None:
             raise self.blocks.lost
-        errors = [outcome.error for outcome in loading.result() if outcome.error is not None]
-        if len(errors) == len(positions):  # then more loads are useless
-            raise errors[-1]
+        share.loaded(loading.result())
         return True

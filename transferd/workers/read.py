@@ -30,7 +30,6 @@ from transferd.errors import TransferError
 from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, slots_for
 from transferd.storage.lru import Use
 from transferd.tasks import RankOutcome, ReadStorageTask
-from transferd.tiers.staging import Lease
 from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
@@ -221,16 +220,8 @@ class _Load:
         self._arrived(good)
         if blocks.lost is not None:  # no further chunk can reach the block memory
             raise blocks.lost
-        self._report([outcome.error for outcome in outcomes if outcome.error is not None])
+        self.share.loaded(outcomes)
         return [i for i in left if hole is None or i < hole] if self.share.prefix else left
-
-    def _report(self, failures: Sequence[TransferError]) -> None:
-        """Note errors of loads. If every position failed, more loads are useless: raise the last error."""
-        useless = len(failures) == len(self.positions)
-        for error in failures[:-1] if useless else failures:
-            self.share.failed(error)
-        if useless:
-            raise failures[-1]
 
     def _arrived(self, positions: Sequence[int]) -> None:
         self.good += len(positions)
@@ -256,15 +247,15 @@ class _Load:
         loading: asyncio.Future[list[Outcome]] | None = None
         try:
             share.step("fetch", len(positions))
-            loading = share.begin(self.source.load, share.items(positions), None, staging.views(lease))
+            loading = share.begin(self.source.load, share.items(positions), None, staging.views(lease.slots))
             if not await share.answered(loading):
                 return ()
             outcomes = loading.result()
             at = [i for i, outcome in enumerate(outcomes) if outcome.found is Found.FOUND]
             again = [positions[i] for i, outcome in enumerate(outcomes) if outcome.found is Found.LEFT]
             if at and share.stopped is None and await share.computed():
-                levels = {i: outcomes[i].level for i in at}
-                again += await self._scatter([positions[i] for i in at], lease, at, levels)
+                levels = {positions[i]: outcomes[i].level for i in at}
+                again += await self._scatter([lease.slots[i] for i in at], levels)
             for outcome in outcomes:
                 if outcome.error is not None:
                     share.failed(outcome.error)
@@ -275,27 +266,20 @@ class _Load:
             else:  # the load may still write to the slots
                 share.release_after(loading, lease)
 
-    async def _scatter(
-        self, positions: Sequence[int], lease: Lease, at: Sequence[int], levels: Mapping[int, int]
-    ) -> list[int]:
+    async def _scatter(self, slots: Sequence[int], levels: Mapping[int, int]) -> list[int]:
         """Check the objects in these slots and copy the good ones to their blocks. Returns the damaged ones' positions.
 
-        levels: by slot, the level that its object came from.
+        levels: by position, in the order of the slots, the level that its object came from.
         """
+        share, positions = self.share, list(levels)
         results: dict[int, Damage | None]
         if self.only_check:
-            views = self.share.context.staging.views(lease)
-            reasons = await check(self.share, [views[i] for i in at], positions)
-            results = {i: reason for i, reason in zip(at, reasons, strict=True) if reason is not None}
+            reasons = await check(share, share.context.staging.views(slots), positions)
+            results = {i: reason for i, reason in zip(positions, reasons, strict=True) if reason is not None}
         else:
-            blocks = self.blocks or DeviceBlocks(self.share)
-            results = await blocks.scatter(positions, lease, at)
-        where = dict(zip(at, positions, strict=True))
-        self._arrived([where[index] for index, damage in results.items() if damage is None])
-        damaged = []
-        for index, damage in results.items():
-            if damage is not None:
-                damaged.append(where[index])
-                name = self.share.names[where[index]]
-                self.reader.bad(self.share.job.task.task_id, name, damage, levels[index])
-        return damaged
+            results = await (self.blocks or DeviceBlocks(share)).scatter(positions, slots)
+        self._arrived([i for i, damage in results.items() if damage is None])
+        damaged = {i: damage for i, damage in results.items() if damage is not None}
+        for i, damage in damaged.items():
+            self.reader.bad(share.job.task.task_id, share.names[i], damage, levels[i])
+        return list(damaged)

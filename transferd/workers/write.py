@@ -272,14 +272,14 @@ class Writer:
         if lease is None:
             return None
         try:
-            if not (await share.computed() and await blocks.gather(positions, lease)):
+            if not (await share.computed() and await blocks.gather(positions, lease.slots)):
                 lease.release()
                 return None
         except BaseException:
             lease.release()
             raise
         share.step("put", len(positions))
-        slots = self._context.staging.views(lease)
+        slots = self._context.staging.views(lease.slots)
         return _Chunk(positions, share.begin(sink.store, share.items(positions), None, slots, lease))
 
     def _take(self, share: Share, sink: Sink, chunk: _Chunk, left: _Left) -> None:
