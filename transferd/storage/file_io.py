@@ -89,7 +89,12 @@ class CachedIO:
 
     def read(self, fd: int, data: memoryview) -> None:
         """Fill `data` from a file that had the same length. Raises OSError; Damaged if the file has become shorter."""
-        _read_from(fd, data, 0)
+        done = 0
+        while done < data.nbytes:
+            count = os.preadv(fd, [data[done:]], done)
+            if not count:
+                raise Damaged
+            done += count
 
 
 class DirectIO(CachedIO):
@@ -130,7 +135,7 @@ class DirectIO(CachedIO):
                 data[whole:] = tail[: data.nbytes - whole]
                 return
         through_the_cache(fd)
-        _read_from(fd, data, 0)
+        super().read(fd, data)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _tail(self) -> memoryview:
@@ -159,14 +164,6 @@ def direct_io_problem(directory: str) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def _read_from(fd: int, data: memoryview, done: int) -> None:
-    while done < data.nbytes:
-        count = os.preadv(fd, [data[done:]], done)
-        if not count:
-            raise Damaged
-        done += count
 
 
 @contextlib.contextmanager
