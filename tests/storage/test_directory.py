@@ -16,8 +16,10 @@ import pytest
 from transferd.errors import StorageUnavailable
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.storage import file_io
-from transferd.storage.directory import ObjectDirectory, ToStore
-from transferd.storage.queues import GONE
+from transferd.storage.base import Item
+from transferd.storage.batch import Write
+from transferd.storage.directory import ObjectDirectory
+from transferd.storage.queues import GONE, Use
 
 
 @pytest.fixture(params=[0o000, 0o007, 0o022, 0o077], ids=oct)
@@ -103,7 +105,7 @@ def test_a_disk_that_goes_during_a_native_call_leaves_nothing_beneath_it(tmp_pat
     root = tmp_path / "store"
     directory = ObjectDirectory(root, fsync=False, clock=SYSTEM_CLOCK)
     directory.open()
-    items = [ToStore(i, f"model/generation/ab{i}/0", None, 5, None) for i in range(4)]
+    writes = [Write(i, Item(f"model/generation/ab{i}/0", 5), Use(), 0, []) for i in range(4)]
 
     def fill(position: int, data: memoryview, near: bool, /) -> bool:
         data[:] = b"bytes"
@@ -111,9 +113,8 @@ def test_a_disk_that_goes_during_a_native_call_leaves_nothing_beneath_it(tmp_pat
             pull(root)
         return True
 
-    storing = directory.storing(items, [memoryview(bytearray(5))], len(items), fill, True)
+    storing = directory.storing(writes, fill, [memoryview(bytearray(5))], len(writes), True, lambda *_: None)
     storing.call()
-    made, _ = directory.stored(items, storing)
-    assert made == [True, False, False, False]
+    assert storing.ended() == [True, None, None, None]
     assert not list(root.iterdir())
     directory.close()

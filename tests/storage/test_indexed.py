@@ -17,7 +17,7 @@ from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import ThreadPools
 from transferd.storage import batch
 from transferd.storage.base import EXISTS, FOUND, LEFT, MISSING, STORED, Blob, Found, Item, Take
-from transferd.storage.batch import Answer, Damaged
+from transferd.storage.batch import Answer, Damaged, Write
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.lru import Use
 
@@ -78,14 +78,17 @@ class ScriptedStorage(IndexedStorage):
             if verb != "read":
                 self._changing.discard(name)
 
-    def _write(self, name: str, data: memoryview, _spare: str | None) -> None:
+    def _write(self, write: Write, data: memoryview) -> None:
+        name = write.item.name
+
         def change() -> None:
             with self._mutex:
                 if sum(map(len, self.objects.values())) + len(data) > self.medium:
                     raise StorageFull("the medium is full")
                 self.objects[name] = bytes(data)
 
-        self._effect("write", name, change)
+        if self._freed(write):
+            self._effect("write", name, change)
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         def change() -> bool:

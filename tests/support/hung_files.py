@@ -10,9 +10,8 @@ import time
 from collections.abc import Sequence
 
 from transferd.storage.base import Drainer
-from transferd.storage.batch import Answer, Read, StoreBatch, Write
+from transferd.storage.batch import Answer, NativeBatch, Read, StoreBatch, Write
 from transferd.storage.file import FileStorage
-from transferd.storage.indexed import IndexedStorage
 
 HANGS = ".hangs"
 
@@ -22,15 +21,13 @@ class HungFiles(FileStorage):
 
     backend = "hung"
 
-    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
-        await (IndexedStorage._write_all(self, batch, writes) if self._hangs else super()._write_all(batch, writes))
+    def _native_store(self, batch: StoreBatch, writes: Sequence[Write]) -> NativeBatch[Write] | None:
+        return None if self._hangs else super()._native_store(batch, writes)
 
-    async def _read_all(
+    def _native_load(
         self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
-    ) -> Sequence[Answer]:
-        if self._hangs:
-            return await IndexedStorage._read_all(self, drain, slots, reads)
-        return await super()._read_all(drain, slots, reads)
+    ) -> NativeBatch[Read] | None:
+        return None if self._hangs else super()._native_load(drain, slots, reads)
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         self._hang()

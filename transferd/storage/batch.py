@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
+from transferd.runtime.native import NativeCall
 from transferd.storage.base import LEFT, Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
@@ -73,6 +74,17 @@ class Read(msgspec.Struct, frozen=True):
 
 
 W = TypeVar("W", Read, Write)
+
+
+class NativeBatch(NamedTuple, Generic[W]):
+    """A native call that stores or loads these objects, at least one, as far as nothing about them is unusual.
+
+    ended: called once, on the loop, when it has ended or failed: the answer for each, or None if that is left.
+    """
+
+    work: Sequence[W]
+    call: NativeCall
+    ended: Callable[[], Sequence[Answer | None]]
 
 
 def run_length(work: Sequence[W], threads: int) -> int:

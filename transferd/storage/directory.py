@@ -34,15 +34,15 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from transferd.blocks.formats import FOOTER_BYTES
 from transferd.errors import ConfigError, Refusal, StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.clock import Clock
 from transferd.runtime.native import NativeCall
 from transferd.storage import file_io
-from transferd.storage.base import LEFT, Drainer, Fill, Outcome, Take
-from transferd.storage.batch import Answer, Damaged
+from transferd.storage.base import LEFT, Drainer, Fill, Item, Outcome, Take
+from transferd.storage.batch import Answer, Damaged, NativeBatch, Read, Write
 from transferd.storage.examine import Examination
 from transferd.storage.file_io import FULL, NO_DIRECT_IO, WRITE_FLAGS, CachedIO, DirectIO
 from transferd.storage.found import FoundObjects
@@ -83,32 +83,6 @@ _CODES: dict[int, tuple[str, Refusal]] = {
     errno.EPERM: ("storage_denied", "denied"),
     errno.EIO: ("storage_io", "passing"),
 }
-
-
-class ToStore(NamedTuple):
-    """An object to store. displaced: another one that leaves, or None. data: its bytes; None if a slot gets them."""
-
-    position: int
-    name: str
-    displaced: str | None
-    nbytes: int
-    data: memoryview | None
-
-
-class ToLoad(NamedTuple):
-    """An object to load. data: the memory for its bytes, unless they go through a slot."""
-
-    position: int
-    name: str
-    nbytes: int
-    data: memoryview | None
-
-
-class Storing(NamedTuple):
-    """A native call that stores objects. spares: by object, the spare file that it takes, if any."""
-
-    call: NativeCall
-    spares: list[str | None]
 
 
 class ObjectDirectory:
@@ -287,53 +261,58 @@ class ObjectDirectory:
     # --- effects ------------------------------------------------------------------------------------
 
     def storing(
-        self, items: Sequence[ToStore], slots: list[memoryview], run: int, fill: Fill | None, near: bool
-    ) -> Storing:
+        self,
+        writes: Sequence[Write],
+        fill: Fill | None,
+        slots: list[memoryview],
+        run: int,
+        near: bool,
+        chore: Callable[[Callable[[], object], str], object],
+    ) -> NativeBatch[Write]:
         """A native call that stores objects of one length, without what `write` must do.
 
-        items: an object that leaves has a file that nothing reads. That is written over: it has pages and blocks, so
+        writes: a victim, one at most, has a file that nothing reads. That is written over: it has pages and blocks, so
             that takes half of the time of a new one, or a tenth in a virtual machine whose host reclaims free pages.
             If the process dies meanwhile, the next start removes that file like any temporary one.
-        slots: with `fill`, one for each thread. run: how many objects a thread stores at a time.
+        slots: of the batch. run: how many objects a thread stores at a time.
+        chore: has a thread do what is left to do, whose name is the second argument.
         """
-        lent, orders = lent_by(fill), []
-        for position, name, displaced, _, data in items:
-            path = self.path(name)
-            if displaced is None:
-                spare = self._spares.take()  # it stays where it is until it is filled
-                temporary = spare or temporary_of(path, next(self._numbers))
-            else:
-                spare = self.path(displaced)
-                temporary = temporary_of(spare, next(self._numbers))
-            orders.append((path, data, position, lent.numbers[position] if lent else 0, temporary, spare))
+        lent, orders, spares = lent_by(fill), [], list[str | None]()
+        for write in writes:
+            position, path = write.position, self.path(write.item.name)
+            victim = self.path(write.victims[0].name) if write.victims else None
+            spare = None if victim else self._spares.take()  # it stays where it is until it is filled
+            temporary = spare or temporary_of(victim or path, next(self._numbers))
+            data, number = slots[position] if fill is None else None, lent.numbers[position] if lent else 0
+            orders.append((path, data, position, number, temporary, victim or spare))
+            spares.append(spare)
         flags, allocates = WRITE_FLAGS | self._io.flags, self._io.preallocates
         # With `fsync`, also the directory of a new one must be on the medium: `write` makes it.
         modes = FILE_MODE, 0 if self._fsync else DIRECTORY_MODE
         how = flags, *modes, allocates, self._fsync, *self.home.lock.identity
-        spares = [spare if spare == temporary else None for *_, temporary, spare in orders]
         try:
-            call = _files.prepared_store(orders, slots, items[0].nbytes, run, lent and lent.blocks, fill, near, *how)
+            shared, nbytes = slots if fill is not None else [], writes[0].item.nbytes
+            call = _files.prepared_store(orders, shared, nbytes, run, lent and lent.blocks, fill, near, *how)
         except BaseException:
-            self._spares.untouched(spare for spare in spares if spare is not None)
+            chore(lambda: self._spares.give_back(filter(None, spares)), "files that are not needed")
             raise
-        return Storing(NativeCall(call, calls=fill is not None and lent is None), spares)
 
-    def stored(self, items: Sequence[ToStore], storing: Storing) -> tuple[list[bool], Callable[[], None] | None]:
-        """Whether each object was stored by the call; and what is left to do in a thread, if anything is."""
-        made = [answer == 1 for answer in _files.answers(storing.call.native)]
-        due, unused = False, []
-        for item, spare, done in zip(items, storing.spares, made, strict=True):
-            if done and item.displaced is not None:
-                due |= self._pruning.note(self.path(item.displaced))
-            elif not done and spare is not None:
-                unused.append(spare)
+        def ended() -> Sequence[Answer | None]:
+            made, due = [answer == 1 or None for answer in _files.answers(call)], False
+            unused = [spare for spare, done in zip(spares, made, strict=True) if spare is not None and not done]
+            for write in itertools.compress(writes, made):
+                for victim in write.victims:
+                    due |= self._pruning.note(self.path(victim.name))
+            if due or unused:
+                chore(lambda: self._tidy(unused, due=due), "files that are not needed")
+            return made
 
-        def tidy() -> None:
-            self._spares.give_back(unused)
-            if due:
-                self._pruning.finish()
+        return NativeBatch(writes, NativeCall(call, calls=fill is not None and lent is None), ended)
 
-        return made, tidy if due or unused else None
+    def _tidy(self, unused: Sequence[str], *, due: bool) -> None:
+        self._spares.give_back(unused)
+        if due:
+            self._pruning.finish()
 
     def write(self, name: str, data: memoryview) -> None:
         """Store an object. Raises StorageFull, StorageUnavailable, StorageError; then no object has this name."""
@@ -402,40 +381,32 @@ class ObjectDirectory:
             sync_directory(directory)
 
     def loading(
-        self,
-        items: Sequence[ToLoad],
-        slots: list[memoryview],
-        run: int,
-        drain: Drainer | None,
-        span: tuple[int, int] | None = None,
-    ) -> NativeCall:
-        """A native call that loads objects of one length, without what `read` must do.
-
-        slots: with `drain`, one for each thread. span: the bytes that `drain` takes of each besides the footer.
-        """
-        lent = lent_by(drain)
+        self, reads: Sequence[Read], drain: Drainer | None, slots: list[memoryview], run: int
+    ) -> NativeBatch[Read]:
+        """A native call that loads objects of one length, without what `read` must do. slots: of the batch."""
+        lent, first = lent_by(drain), reads[0].item
         blocks, numbers, busy = lent or (None, None, bytearray())
         orders = [
-            (self.path(name), data, position, numbers[position] if numbers else 0) for position, name, _, data in items
+            (self.path(item.name), slots[i] if drain is None else None, i, numbers[i] if numbers else 0)
+            for i, item in ((read.position, read.item) for read in reads)
         ]
-        wanted = ALL if span is None else (*span, FOOTER_BYTES)
-        flags = READ_FLAGS | self._io.flags
-        call = _files.prepared_load(orders, slots, items[0].nbytes, run, blocks, drain, busy, flags, wanted)
-        return NativeCall(call, calls=drain is not None and lent is None)
+        wanted = ALL if drain is None or first.span is None else (*first.span, FOOTER_BYTES)
+        shared, flags = [] if drain is None else slots, READ_FLAGS | self._io.flags
+        call = _files.prepared_load(orders, shared, first.nbytes, run, blocks, drain, busy, flags, wanted)
 
-    def loaded(self, items: Sequence[ToLoad], loading: NativeCall) -> list[Answer | None]:
-        """What became of each object; None for those that are left to `read`."""
-        answers: list[Answer | None] = []
-        for item, answer in zip(items, _files.answers(loading.native), strict=True):
-            if answer in (0, 1):
-                answers.append(bool(answer) or LEFT)
-            elif answer < 0:
-                answers.append(None)
-            else:  # the disk cannot read it, and may have tried for a minute
-                answers.append(
-                    self._unreadable(OSError(answer, os.strerror(answer)), item.nbytes, self.path(item.name))
-                )
-        return answers
+        def ended() -> list[Answer | None]:
+            return [self._answer(read.item, said) for read, said in zip(reads, _files.answers(call), strict=True)]
+
+        return NativeBatch(reads, NativeCall(call, calls=drain is not None and lent is None), ended)
+
+    def _answer(self, item: Item, said: int) -> Answer | None:
+        """What became of an object, as _files.c says it; None if it is left to `read`."""
+        if said in (0, 1):
+            return bool(said) or LEFT
+        if said < 0:
+            return None
+        # the disk cannot read it, and may have tried for a minute
+        return self._unreadable(OSError(said, os.strerror(said)), item.nbytes, self.path(item.name))
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
         """Fill the slot with the object, and pass it to `take`.

@@ -13,9 +13,8 @@ from typing import TypeVar, cast
 from transferd.errors import Closed, StorageError
 from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
-from transferd.runtime.native import NativeCall
 from transferd.runtime.threads import Direction, SharedItems, Threads
-from transferd.storage.batch import Read, Write, bare
+from transferd.storage.batch import Answer, NativeBatch, Read, W, Write, bare
 from transferd.storage.running import RunningCalls
 
 S = TypeVar("S")
@@ -76,16 +75,22 @@ class Effects:
         return cast("list[T]", shared.results)
 
     async def run_native(
-        self, direction: Direction, call: NativeCall, what: str, names: Sequence[str], *, at_once: int = 0
-    ) -> None:
-        """Run a native call on these objects in several threads. Returns when all have ended.
-
-        at_once: in at most so many threads, for example because each needs a slot; 0 for as many as there are.
-        """
+        self, direction: Direction, native: NativeBatch[W] | None, *, at_once: int = 0
+    ) -> dict[int, Answer]:
+        """The same for a native call. Returns the answers for the objects that are not left, by position."""
+        if native is None:
+            return {}
+        work, call, ended = native
         call.threads = min(call.items, self._shares, at_once or self._shares)
         times = call.threads if call.calls else 1
-        told = f"{what} of {len(names)} objects, {names[0]} first"
-        await every(self._threads.run(direction, call, told) for _ in range(times))
+        verb = "store" if direction is Direction.OUT else "load"
+        told = f"{verb} of {len(work)} objects, {work[0].item.name} first"
+        try:
+            await every(self._threads.run(direction, call, told) for _ in range(times))
+        finally:
+            answers = ended()
+        both = zip(work, answers, strict=True)
+        return {one.position: answer for one, answer in both if answer is not None}
 
     def chore(self, function: Callable[[], object], what: str) -> None:
         """Run a function in a thread that nobody waits for but `end`. Nothing happens once the threads are closed."""

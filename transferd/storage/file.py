@@ -34,13 +34,14 @@ from transferd.runtime.aio import Paced, in_turns
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self, wait_for
 from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools, Threads, whose
-from transferd.storage.base import Item, Take
-from transferd.storage.batch import Answer
+from transferd.storage import file_io
+from transferd.storage.base import Drainer, Item, Take
+from transferd.storage.batch import Answer, NativeBatch, Read, StoreBatch, Write, run_length
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.file_io import FULL, NATIVE
-from transferd.storage.file_runs import FileRuns
+from transferd.storage.file_io import FULL
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder
+from transferd.storage.indexed import IndexedStorage
 from transferd.storage.journal import UseJournal
 from transferd.storage.keeping import AT_ONCE
 from transferd.storage.ledger import Ledger
@@ -73,7 +74,7 @@ LOST = (
 )
 
 
-class FileStorage(FileRuns):
+class FileStorage(IndexedStorage):
     """Objects as files under `section.path`, which is one directory (disks.py has several).
 
     scrub_rate: bytes per second at which stored objects are checked; 0 = off.
@@ -99,7 +100,7 @@ class FileStorage(FileRuns):
         threads = threads or ThreadPools(size, name="transferd-file", native=STANDS_BACK)
         super().__init__(section.capacity, threads, shares=size, now=clock.monotonic)
         self._unit = unit
-        self.ranges = NATIVE and not section.direct_io
+        self.ranges = file_io.NATIVE and not section.direct_io
         self._near = not section.direct_io  # whether the CPU reads the bytes of a write; else a device does
         self.path = section.paths[0]
         self._clock = clock
@@ -566,8 +567,25 @@ class FileStorage(FileRuns):
 
     # --- effects ------------------------------------------------------------------------------------
 
-    def _write(self, name: str, data: memoryview, spare: None) -> None:  # noqa: ARG002 - only a run writes over files
-        self._directory.write(name, data)
+    def _native_store(self, batch: StoreBatch, writes: Sequence[Write]) -> NativeBatch[Write] | None:
+        """Those of one length that take no room, or that of one file which nobody reads."""
+        nbytes, reads = writes[0].item.nbytes if file_io.NATIVE else -1, self._traffic.reads.has
+        usual = [one for one in writes if one.item.nbytes == nbytes and (not one.victims or one.spare(reads))]
+        if not usual:
+            return None
+        run, chore = run_length(usual, self._shares), self._effects.chore
+        return self._directory.storing(usual, batch.fill, batch.slots, run, self._near, chore)
+
+    def _native_load(
+        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
+    ) -> NativeBatch[Read] | None:
+        nbytes = reads[0].item.nbytes if reads and file_io.NATIVE else -1
+        usual = [read for read in reads if read.entry.nbytes == read.item.nbytes == nbytes]
+        return self._directory.loading(usual, drain, slots, run_length(usual, self._shares)) if usual else None
+
+    def _write(self, write: Write, data: memoryview) -> None:
+        if self._freed(write):
+            self._directory.write(write.item.name, data)
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         return self._directory.read(item.name, slot, take)

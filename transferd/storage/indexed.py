@@ -58,6 +58,7 @@ from transferd.storage.batch import (
     PATIENCE_S,
     Answer,
     Damaged,
+    NativeBatch,
     Read,
     StoreBatch,
     Write,
@@ -82,7 +83,7 @@ class IndexedStorage(Index, Storage):
     """See the module's docstring. All state is mutated on the event loop only.
 
     threads: runs the effects; owned, closed by `close`. shares: the most of them that work on a batch.
-    inline_bytes: batches up to this many bytes run on the loop itself.
+    inline_bytes: batches up to so many bytes run on the loop itself, as objects lie in memory; then none needs a slot.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class IndexedStorage(Index, Storage):
         self._effects = Effects(threads, shares, quick=bool(inline_bytes))
         self._stuck = StuckObjects(self._index, self._effects, self._remove, now, self.unusable)
         self._inline_bytes = inline_bytes
-        self.slots_at_once = shares
+        self.slots_at_once = 0 if inline_bytes else shares
         self._counts: Counter[str] = Counter()
         self._traffic = Traffic()
         self.stores = RunningCalls()
@@ -117,19 +118,8 @@ class IndexedStorage(Index, Storage):
     # --- effects, run in threads unless they are quick; raise StorageError --------------------------
 
     @abc.abstractmethod
-    def _write(self, name: str, data: memoryview, spare: Any) -> None:
-        """Store the object, completely or not at all. Raises StorageFull if the medium has no room now.
-
-        spare: what `_retire` returned, in the subclass's own terms. It is used up, even if the write fails.
-        """
-
-    def _retire(self, name: str, nbytes: int) -> Any:  # noqa: ARG002 - a default
-        """Like `_remove`, but returns a spare that an object of `nbytes` bytes can overwrite, or None.
-
-        A subclass may leave the removal to the next call, which is a `_write` with this spare.
-        """
-        self._remove(name)
-        return None
+    def _write(self, write: Write, data: memoryview) -> None:
+        """Store the object, completely or not at all, once its victims are `_freed`. Raises StorageError."""
 
     @abc.abstractmethod
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
@@ -148,6 +138,19 @@ class IndexedStorage(Index, Storage):
         self._remove(name)
 
     # --- on the event loop --------------------------------------------------------------------------
+
+    def _native_store(self, batch: StoreBatch, writes: Sequence[Write]) -> NativeBatch[Write] | None:  # noqa: ARG002
+        """Those of these writes that a native call does, victims included; all others are left to `_write`."""
+        return None
+
+    def _native_load(
+        self,
+        drain: Drainer | None,  # noqa: ARG002 - a default
+        slots: list[memoryview],  # noqa: ARG002
+        reads: Sequence[Read],  # noqa: ARG002
+    ) -> NativeBatch[Read] | None:
+        """Those of these reads that a native call does; all others are left to `_read`."""
+        return None
 
     def _suspect(self, error: StorageError | None) -> None:
         """An object could not be stored or loaded, for this reason, or not yet."""
@@ -381,10 +384,16 @@ class IndexedStorage(Index, Storage):
         return bool(write.victims)
 
     async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
-        """Write these in threads."""
+        """Write these in threads: in a native call what that can, all others one by one, in their order."""
         most = 0 if batch.fill is None else len(batch.slots)
+        done = await self._effects.run_native(Direction.OUT, self._native_store(batch, writes), at_once=most)
+        for write in writes:
+            if write.position in done:
+                write.error = None
+                write.victims.clear()
+        left = [write for write in writes if write.position not in done]
         write_run = functools.partial(self._write_run, batch)
-        await self._effects.run(Direction.OUT, runs_of(writes, self._shares), write_run, at_once=most)
+        await self._effects.run(Direction.OUT, runs_of(left, self._shares), write_run, at_once=most)
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         """In a thread, unless the batch is small."""
@@ -393,10 +402,13 @@ class IndexedStorage(Index, Storage):
 
     def _write_one(self, batch: StoreBatch, write: Write) -> None:
         write.error = None
-        if batch.fill is None:
-            self._put(write, batch.slots[write.position])
-        else:
-            self._make(write, batch.fill, batch.slots)
+        try:
+            if batch.fill is None:
+                self._write(write, batch.slots[write.position])
+            else:
+                self._make(write, batch.fill, batch.slots)
+        except StorageError as error:
+            write.error = bare(error)
 
     def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:
         """In a thread: have the object made in a free slot, and write it."""
@@ -405,39 +417,21 @@ class IndexedStorage(Index, Storage):
             data = slot[: write.item.nbytes]
             write.withdrawn = not fill(write.position, data, self._near)
             if not write.withdrawn:
-                self._put(write, data)
+                self._write(write, data)
         finally:
             slots.append(slot)
 
-    def _put(self, write: Write, data: memoryview) -> None:
-        """In a thread: remove the victims, then write the object."""
-        spare = self._free(write)
-        if write.error is not None:
-            return
-        try:
-            self._write(write.item.name, data, spare)
-        except StorageError as error:
-            write.error = bare(error)
-
-    def _free(self, write: Write) -> Any:
-        """Remove the victims, in a thread unless that is quick. May return a spare to overwrite instead.
-
-        Afterwards the write has an error if it has too little room.
-        """
-        spare = None
+    def _freed(self, write: Write) -> bool:
+        """In a thread: remove the victims. Returns False, and the write has an error, if it has too little room now."""
         while write.victims:
-            fits = write.error is None and write.spare(self._traffic.reads.has) is not None
             victim = write.victims.pop()
             try:
-                if fits:
-                    spare = self._retire(victim.name, write.item.nbytes)
-                else:
-                    self._remove(victim.name)
+                self._remove(victim.name)
             except StorageError as error:
                 write.refuse(victim, error)
                 if is_whole(error):
                     break
-        return spare
+        return write.error is None
 
     def _settle(self, write: Write, batch: StoreBatch) -> list[Victim]:
         """On the loop: record how the write ended. Returns the objects that left the index, perhaps this one."""
@@ -522,11 +516,14 @@ class IndexedStorage(Index, Storage):
     async def _read_all(
         self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
     ) -> Sequence[Answer]:
-        """Read these in threads. slots: with `drain`, each object needs one."""
+        """Read these in threads, as `_write_all` writes. slots: with `drain`, each object needs one."""
         most = 0 if drain is None else len(slots)
+        answers = await self._effects.run_native(Direction.IN, self._native_load(drain, slots, reads), at_once=most)
+        left = [read for read in reads if read.position not in answers]
         read_run = functools.partial(self._read_run, drain, slots)
-        runs = await self._effects.run(Direction.IN, runs_of(reads, self._shares), read_run, at_once=most)
-        return list(itertools.chain.from_iterable(runs))
+        runs = await self._effects.run(Direction.IN, runs_of(left, self._shares), read_run, at_once=most)
+        answers.update(zip([read.position for read in left], itertools.chain.from_iterable(runs), strict=True))
+        return [answers[read.position] for read in reads]
 
     def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
         """In a thread, unless the batch is small. slots: with `drain`, those that no thread uses now."""

@@ -9,6 +9,7 @@ In a full store a new object takes the memory of an evicted one (docs/files.md).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,9 +20,9 @@ from transferd.config.sections import MemoryStorageSection
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.native import NativeCall
-from transferd.runtime.threads import STANDS_BACK, Direction, ThreadPools
+from transferd.runtime.threads import STANDS_BACK, ThreadPools
 from transferd.storage.base import LEFT, Drainer, Fill, Item, Take
-from transferd.storage.batch import Answer, Damaged, Read, StoreBatch, Write, run_length
+from transferd.storage.batch import Answer, Damaged, NativeBatch, Read, StoreBatch, Write, run_length
 from transferd.storage.indexed import IndexedStorage
 from transferd.storage.lent import lent_by
 from transferd.tiers.base import INLINE_BYTES
@@ -55,7 +56,6 @@ class MemoryStorage(IndexedStorage):
             inline_bytes=INLINE_BYTES,
             now=clock.monotonic,
         )
-        self.slots_at_once = 0
         self.ranges = True
         self._objects: list[dict[str, npt.NDArray[np.uint8]]] = [{} for _ in range(16)]
 
@@ -78,74 +78,68 @@ class MemoryStorage(IndexedStorage):
         """Apply `storage.memory.capacity`."""
         self.set_capacity(storage.memory.capacity)
 
-    def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
-        """Have the object made in its final place, instead of in a slot."""
-        name, nbytes = write.item.name, write.item.nbytes
-        memory = self._memory_for(nbytes, self._free(write))
-        if fill(write.position, memory.data, False):
-            self._objects[hash(name) >> TO_PART][name] = memory
-        else:
-            write.withdrawn = True
-
-    async def _write_all(self, batch: StoreBatch, writes: Sequence[Write]) -> None:
+    def _native_store(self, batch: StoreBatch, writes: Sequence[Write]) -> NativeBatch[Write] | None:
         """The blocks that a task lends go to their memory in threads that need no interpreter."""
         lent = lent_by(batch.fill) if NATIVE else None
         if lent is None:
-            await super()._write_all(batch, writes)
-            return
-        memories = [self._memory_for(write.item.nbytes, self._free(write)) for write in writes]
-        numbers = [lent.numbers[write.position] for write in writes]
-        run = run_length(writes, COPY_THREADS)
-        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, True, run))
-        await self._effects.run_native(Direction.OUT, call, "store", [write.item.name for write in writes])
-        left: list[Write] = []
-        for write, memory, made in zip(writes, memories, _memory.done(call.native), strict=True):
-            if made:
-                write.error = None
-                self._objects[hash(write.item.name) >> TO_PART][write.item.name] = memory
-            else:
-                left.append(write)
-        if left:  # `fill` says why it makes none of them
-            await super()._write_all(batch, left)
+            return None
+        memories, numbers = list(map(self._memory_for, writes)), [lent.numbers[write.position] for write in writes]
+        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, True, run_length(writes, COPY_THREADS)))
 
-    async def _read_all(
-        self, drain: Drainer | None, slots: list[memoryview], reads: Sequence[Read]
-    ) -> Sequence[Answer]:
+        def ended() -> list[Answer | None]:  # `fill` says why it makes none of those that are left
+            made = _memory.done(call.native)
+            for write, memory in itertools.compress(zip(writes, memories, strict=True), made):
+                self._keep(write.item.name, memory)
+            return [done or None for done in made]
+
+        return NativeBatch(writes, call, ended)
+
+    def _native_load(
+        self,
+        drain: Drainer | None,
+        slots: list[memoryview],  # noqa: ARG002 - none
+        reads: Sequence[Read],
+    ) -> NativeBatch[Read] | None:
         """Objects go to the blocks that a task lends in threads that need no interpreter."""
         lent = lent_by(drain) if NATIVE else None
         if lent is None or lent.busy:
-            return await super()._read_all(drain, slots, reads)
-        answers: list[Answer] = [False] * len(reads)
-        which, memories = [], []
-        for i, read in enumerate(reads):
+            return None
+        usual, memories = [], []
+        for read in reads:
             memory = self._objects[hash(read.item.name) >> TO_PART].get(read.item.name)
             if memory is not None and memory.nbytes == read.entry.nbytes == read.item.nbytes:
-                which.append(i)
+                usual.append(read)
                 memories.append(memory)
-        if which:
-            numbers = [lent.numbers[reads[i].position] for i in which]
-            run = run_length(reads, COPY_THREADS)
-            call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, False, run))
-            await self._effects.run_native(Direction.IN, call, "load", [reads[i].item.name for i in which])
-            for i, taken in zip(which, _memory.done(call.native), strict=True):
-                answers[i] = taken
-        left = [i for i, answer in enumerate(answers) if not answer]
-        if left:  # `drain` says why it takes none of them
-            for i, answer in zip(left, await super()._read_all(drain, slots, [reads[i] for i in left]), strict=True):
-                answers[i] = answer
-        return answers
+        if not usual:
+            return None
+        numbers = [lent.numbers[read.position] for read in usual]
+        call = NativeCall(_memory.prepared(lent.blocks, numbers, memories, False, run_length(reads, COPY_THREADS)))
+        # `drain` says why it takes none of those that are left
+        return NativeBatch(usual, call, lambda: [taken or None for taken in _memory.done(call.native)])
 
-    def _memory_for(self, nbytes: int, spare: npt.NDArray[np.uint8] | None) -> npt.NDArray[np.uint8]:
-        return np.empty(nbytes, dtype=np.uint8) if spare is None else spare
+    def _make(self, write: Write, fill: Fill, slots: list[memoryview]) -> None:  # noqa: ARG002 - no slots
+        """Have the object made in its final place, instead of in a slot."""
+        memory = self._memory_for(write)
+        if fill(write.position, memory.data, False):
+            self._keep(write.item.name, memory)
+        else:
+            write.withdrawn = True
 
-    def _write(self, name: str, data: memoryview, spare: npt.NDArray[np.uint8] | None) -> None:
-        memory = self._memory_for(data.nbytes, spare)
+    def _write(self, write: Write, data: memoryview) -> None:
+        memory = self._memory_for(write)
         np.copyto(memory, np.asarray(data))
-        self._objects[hash(name) >> TO_PART][name] = memory
+        self._keep(write.item.name, memory)
 
-    def _retire(self, name: str, nbytes: int) -> npt.NDArray[np.uint8] | None:
-        memory = self._objects[hash(name) >> TO_PART].pop(name, None)
-        return memory if memory is not None and memory.nbytes == nbytes else None
+    def _memory_for(self, write: Write) -> npt.NDArray[np.uint8]:
+        """Removes the victims. The object gets the memory of its one victim, unless that is being read."""
+        nbytes, spare = write.item.nbytes, write.spare(self._traffic.reads.has)
+        left = [self._objects[hash(victim.name) >> TO_PART].pop(victim.name, None) for victim in write.victims]
+        write.victims.clear()
+        memory = left[0] if spare else None
+        return np.empty(nbytes, np.uint8) if memory is None or memory.nbytes != nbytes else memory
+
+    def _keep(self, name: str, memory: npt.NDArray[np.uint8]) -> None:
+        self._objects[hash(name) >> TO_PART][name] = memory
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:
         stored = self._objects[hash(item.name) >> TO_PART].get(item.name)  # which keeps it alive if it is evicted

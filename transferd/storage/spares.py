@@ -21,7 +21,7 @@ MOST = 4096  # files
 
 
 class Spares:
-    """One directory, which ends with a slash. Thread-safe; all but `take` and `untouched` block.
+    """One directory, which ends with a slash. Thread-safe; all but `take` block.
 
     numbers: tell files apart.
     """
@@ -57,10 +57,6 @@ class Spares:
         with contextlib.suppress(IndexError):
             return self._free.popleft()
         return None
-
-    def untouched(self, spares: Iterable[str]) -> None:
-        """Return what was taken and not used. Does not block."""
-        self._free.extend(spares)
 
     def give_back(self, spares: Iterable[str]) -> None:
         """Return what was taken and perhaps not used. What cannot be used any more is not taken again."""

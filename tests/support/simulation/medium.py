@@ -20,8 +20,8 @@ from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
 from transferd.runtime.native import NativeCall
 from transferd.storage.base import Outcome, Take
-from transferd.storage.batch import Damaged
-from transferd.storage.directory import ObjectDirectory, Storing, ToStore
+from transferd.storage.batch import Answer, Damaged, NativeBatch, Read, Write
+from transferd.storage.directory import ObjectDirectory
 from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 from transferd.storage.found import FoundObjects
@@ -244,20 +244,22 @@ class SimDirectory(ObjectDirectory):
         super().write(name, data)
         self.medium.writes += 1
 
-    def storing(self, items: Sequence[ToStore], *how: Any) -> Storing:
-        storing = super().storing(items, *how)
-        return storing._replace(call=_CallOfMedium(storing.call, self.medium))
+    def storing(self, *how: Any) -> NativeBatch[Write]:
+        native = super().storing(*how)
 
-    def stored(self, items: Sequence[ToStore], storing: Storing) -> tuple[list[bool], Callable[[], None] | None]:
-        made, tidy = super().stored(items, storing)
-        self.medium.writes += sum(made)
-        for item, done in zip(items, made, strict=True):
-            if done and item.displaced is not None:
-                self.medium.left(item.displaced)
-        return made, tidy
+        def ended() -> Sequence[Answer | None]:
+            made = native.ended()
+            self.medium.writes += made.count(True)
+            for write, done in zip(native.work, made, strict=True):
+                if done and write.victims:
+                    self.medium.left(write.victims[0].name)
+            return made
 
-    def loading(self, *how: Any) -> NativeCall:
-        return _CallOfMedium(super().loading(*how), self.medium)
+        return native._replace(call=_CallOfMedium(native.call, self.medium), ended=ended)
+
+    def loading(self, *how: Any) -> NativeBatch[Read]:
+        native = super().loading(*how)
+        return native._replace(call=_CallOfMedium(native.call, self.medium))
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
         if self.medium.fault == errno.EIO:

@@ -67,7 +67,6 @@ class NoBytes(IndexedStorage):
 
     def __init__(self, capacity: int, now: Callable[[], float], *, known: bool = True) -> None:
         super().__init__(capacity, AtOnce(), shares=1, inline_bytes=2**62, now=now)
-        self.slots_at_once = 0
         self.known = self.asks_first = known
         self.most = 0  # objects at any time
 
@@ -82,7 +81,7 @@ class NoBytes(IndexedStorage):
     def _write_one(self, batch: StoreBatch, write: Write) -> None:  # noqa: ARG002 - nobody makes it
         write.victims.clear()
 
-    def _write(self, name: str, data: memoryview, spare: object) -> None: ...
+    def _write(self, write: Write, data: memoryview) -> None: ...
 
     def _read(self, item: Item, slot: memoryview, take: Take | None) -> Answer:  # noqa: ARG002 - no bytes
         return take is None or take(BYTE)
