@@ -391,9 +391,9 @@ class IndexedStorage(Index, Storage):
             if write.position in done:
                 write.error = None
                 write.victims.clear()
-        left = [write for write in writes if write.position not in done]
-        write_run = functools.partial(self._write_run, batch)
-        await self._effects.run(Direction.OUT, runs_of(left, self._shares), write_run, at_once=most)
+        if left := [write for write in writes if write.position not in done]:
+            write_run = functools.partial(self._write_run, batch)
+            await self._effects.run(Direction.OUT, runs_of(left, self._shares), write_run, at_once=most)
 
     def _write_run(self, batch: StoreBatch, run: Sequence[Write]) -> None:
         """In a thread, unless the batch is small."""
@@ -519,10 +519,10 @@ class IndexedStorage(Index, Storage):
         """Read these in threads, as `_write_all` writes. slots: with `drain`, each object needs one."""
         most = 0 if drain is None else len(slots)
         answers = await self._effects.run_native(Direction.IN, self._native_load(drain, slots, reads), at_once=most)
-        left = [read for read in reads if read.position not in answers]
-        read_run = functools.partial(self._read_run, drain, slots)
-        runs = await self._effects.run(Direction.IN, runs_of(left, self._shares), read_run, at_once=most)
-        answers.update(zip([read.position for read in left], itertools.chain.from_iterable(runs), strict=True))
+        if left := [read for read in reads if read.position not in answers]:
+            read_run = functools.partial(self._read_run, drain, slots)
+            runs = await self._effects.run(Direction.IN, runs_of(left, self._shares), read_run, at_once=most)
+            answers.update(zip([read.position for read in left], itertools.chain.from_iterable(runs), strict=True))
         return [answers[read.position] for read in reads]
 
     def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:

@@ -132,11 +132,11 @@ class MemoryStorage(IndexedStorage):
 
     def _memory_for(self, write: Write) -> npt.NDArray[np.uint8]:
         """Removes the victims. The object gets the memory of its one victim, unless that is being read."""
-        nbytes, spare = write.item.nbytes, write.spare(self._traffic.reads.has)
-        left = [self._objects[hash(victim.name) >> TO_PART].pop(victim.name, None) for victim in write.victims]
-        write.victims.clear()
-        memory = left[0] if spare else None
-        return np.empty(nbytes, np.uint8) if memory is None or memory.nbytes != nbytes else memory
+        nbytes, spare, left = write.item.nbytes, write.spare(self._traffic.reads.has), None
+        while write.victims:
+            name = write.victims.pop().name
+            left = self._objects[hash(name) >> TO_PART].pop(name, None)
+        return left if spare and left is not None and left.nbytes == nbytes else np.empty(nbytes, np.uint8)
 
     def _keep(self, name: str, memory: npt.NDArray[np.uint8]) -> None:
         self._objects[hash(name) >> TO_PART][name] = memory

@@ -72,7 +72,7 @@ class StackStore:
 
     async def _store_in(self, level: StoreLevel, todo: Sequence[int]) -> list[int]:
         """Store these in one level. Returns those that it did not take."""
-        which = [i for i in todo if self._items[i].name not in level.stuck]
+        which = [i for i in todo if self._items[i].name not in level.stuck] if level.stuck else todo
         if why := level.out_for_stores or ("" if which else "it has not ended an earlier store of these"):
             for i in todo:
                 self._outcomes.setdefault(i, Outcome(Found.FAILED, StorageUnavailable(f"{level.name}: {why}")))
@@ -101,7 +101,7 @@ class StackStore:
         except StorageError as error:
             answers = [Outcome(Found.FAILED, error)] * len(which)
         taken = self._taken(level, which, answers)
-        rest = [i for i in todo if i not in taken]
+        rest = [i for i in todo if i not in taken] if len(taken) < len(todo) else []
         if isinstance(answers, Outcomes):  # the slots are in use
             self._late.append(answers.returned)
             if self._fill is not None:

@@ -552,7 +552,8 @@ class WriteBack:
             self.level.counts["copied"] += 1
             if not found:
                 self.level.wrote(one.name)
-        self._answer(one, error)
+        if one.end is not None:
+            resolve(one.end, error)
         self._copying.let_go(one.source, one.name, one.use)
 
     def _answer(self, one: CopyDown, error: StorageError | None) -> None:
