@@ -6,6 +6,8 @@ import asyncio
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.integration.test_looking_costs import page
 from tests.wire.test_acceptor import Peer
 from transferd import Client, Engine, Pages, Status, WriteStorageTask, shm_pages
@@ -68,6 +70,42 @@ async def test_whatever_is_asked_for_the_loop_goes_on(tmp_path: Path) -> None:
             longest = await step_of(client, "an offer", longest)
             await client.purge(model="default")
             await step_of(client, "a purge", longest)
+
+
+@pytest.mark.parametrize("levels", [["memory"], ["file"], ["memory", "file"]])
+async def test_pins_of_many_blocks_let_the_loop_go_on(tmp_path: Path, levels: list[str]) -> None:
+    """What no level below had yet was looked for in a list, for each block: nobody was answered for minutes."""
+    keys = KEYS[:16384]
+    tree = {
+        "cache": TINY | {"ranks": 1, "device_blocks": AT_ONCE, "host_blocks": 0},
+        "storage": {"levels": levels, "memory": {"capacity": 4 * len(keys) * OBJECT_BYTES}},
+        "engines": {"pin_share": 0.5},
+    }
+    with running(tree, tmp_path) as daemon:
+        async with Client(daemon.endpoint) as client:
+            await client.attach(0)
+            await write(client, keys)
+            longest = await step_of(client, "writes", 60.0)
+            for _ in range(2):
+                assert (await client.pin(keys, 600.0)).reachable == len(keys)
+                longest = await step_of(client, "pins", longest)
+            await client.unpin(keys[: len(keys) // 2])
+            longest = await step_of(client, "the ends of pins", longest)
+            await client.unpin()
+            longest = await step_of(client, "the ends of all pins", longest)
+            assert (await client.pin(keys, 0.5)).pinned == len(keys)
+            while (await client.stats())["storage"]["pinned"]:  # noqa: ASYNC110 - the daemon is another process
+                await asyncio.sleep(0.1)
+            longest = await step_of(client, "pins that are over", longest)
+            assert next(iter((await client.locate(keys=keys)).values()))["any"] == len(keys)
+            longest = await step_of(client, "a search", longest)
+            if levels[1:]:
+                assert (await client.prefetch(keys)).block_ids == list(range(len(keys)))
+                longest = await step_of(client, "a prefetch", longest)
+            await client.pin(keys, 600.0)
+            assert (await client.purge(keys)).objects >= len(keys)
+            assert (await client.stats())["storage"]["pinned"] == 0
+            await step_of(client, "a purge of what is pinned", longest)
 
 
 async def test_a_client_that_is_gone_ends_its_tasks_in_turns(tmp_path: Path) -> None:

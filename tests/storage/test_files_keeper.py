@@ -744,11 +744,11 @@ async def test_pins_end_with_a_store_that_returns_on_a_file_system_of_other_unit
     storage = one_disk(tmp_path)
     harness = await open_storage(storage)
     await put(harness, names(3))
-    storage.keeper.hold("a lease", names(3), 600.0, 0.5)
+    await storage.keeper.hold("a lease", names(3), 600.0, 0.5)
     monkeypatch.setattr("transferd.storage.directory.allocated_at_once", lambda _: 8192)
     storage.fail("it has failed")
     await until(lambda: not storage.lost)
     pins = storage.index_keeper.pins
     assert (len(pins), pins.taken("a lease")) == (0, 0)
-    storage.keeper.hold("a lease", names(1), 600.0, 0.5)
+    await storage.keeper.hold("a lease", names(1), 600.0, 0.5)
     assert pins.taken("a lease") == 2 * 8192

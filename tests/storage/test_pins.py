@@ -53,7 +53,7 @@ def test_an_owner_unpins_its_own_pins_and_objects_that_leave_lose_theirs() -> No
         index.forget("n1")
         assert (len(pins), pins.taken(A)) == (1, 10)
         assert pins.asked(A, entries[2:4]).new == 10
-        assert pins.end(A) >= 1
+        assert pins.unpin(A, pins.of(A)) >= 1
         assert (len(pins), sum(account.pinned for account in index.queues())) == (0, 0)
         pins.pin(A, entries[3:], 9.0)
         index.forget(entries[3].name)

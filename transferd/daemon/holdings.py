@@ -25,12 +25,12 @@ from transferd.daemon.lookup import PIECE, check_keys, needed
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
-from transferd.storage.keeping import Keeper, PinState
+from transferd.storage.keeping import AT_ONCE, Keeper, PinState
 from transferd.storage.orders import By
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection, check_shared
 from transferd.wire import protocol as wire
-from transferd.wire.answers import AtRestart, BlockPlaces, Leased, Purged
+from transferd.wire.answers import AtRestart, BlockPlaces, Leased, Purged, StoreDirectory
 
 
 class LeaseOwner(NamedTuple):
@@ -133,8 +133,9 @@ class Holdings:
                     whole.append(names)
                     depths.append(found[0])
         held = await keeper.pin(engine.owner, [name for names in whole for name in names], asked.ttl, self._pin_share)
-        states = iter(held)
-        each = [min((next(states) for _ in names), default=PinState.NOT) for names in whole]
+        states, each = iter(held), list[PinState]()
+        async for piece in engine.shared.pieces.each(whole, PIECE):
+            each += [min((next(states) for _ in names), default=PinState.NOT) for names in piece]
         pinned = sum(state >= PinState.PINNED for state in each)
         if not asked.detail:
             return pinned
@@ -146,17 +147,19 @@ class Holdings:
         blocks = await self._blocks(engine, asked.keys, generation)
         names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
         with contextlib.suppress(RequestError):  # then the rest is not kept from being evicted
-            async for piece in engine.shared.pieces.each(names, PIECE):
-                self._keeper.hold(owner, piece, asked.lease, self._pin_share)
+            async for piece in engine.shared.pieces.each(names, min(PIECE, AT_ONCE)):
+                await self._keeper.hold(owner, piece, asked.lease, self._pin_share)
         there = await engine.lookup.exists(asked.keys, use=asked.use)  # last: what was evicted before is not found
         same = generation == engine.dispatcher.generation
         tells = same and uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
-        return Leased(there, self._places(engine, generation, names) if tells else None)
+        return Leased(there, await self._places(engine, generation, names) if tells else None)
 
-    def _places(self, engine: HostedEngine, generation: str, names: Sequence[str]) -> BlockPlaces:
+    async def _places(self, engine: HostedEngine, generation: str, names: Sequence[str]) -> BlockPlaces:
         """Where the objects of an engine of one rank lie."""
         assert self._storage is not None
-        found = list(map(self._storage.index.place_of, names))
+        found = list[StoreDirectory | None]()
+        async for piece in engine.shared.pieces.each(names, PIECE):
+            found += map(self._storage.index.place_of, piece)
         numbers = {place: number for number, place in enumerate(dict.fromkeys(one for one in found if one is not None))}
         where = [None if place is None else numbers[place] for place in found]
         about = engine.identity.model, engine.identity.fingerprint, generation

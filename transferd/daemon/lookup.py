@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from socket import gethostname
@@ -76,7 +77,9 @@ class Lookup:
             return [False] * len(keys)
         found: list[bool] = []
         asked = Use(counts=use, owner=self.owner)
-        async for names in self._names(keys):
+        many = len(keys) > PIECE and self.storage is not None
+        over_network = many and needed(self.storage).index.find([], None) is None
+        async for names in self._names(keys, at_once=over_network):
             storage = needed(self.storage)
             asked.start = len(found)  # all of them are one chain
             known = [storage.index.find(of_rank, asked) for of_rank in names]
@@ -90,28 +93,32 @@ class Lookup:
 
     async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
         """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
-        [names] = [names async for names in self._names(keys, at_once=True)]
-        assert self.storage is not None
-        if self.cache.missing or not keys:
-            return {}
-        found = await _where(self.storage, [name for rank in names for name in rank])
-        media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
-        each = len(keys)  # names are rank after rank
-        counts = {level: leading([all(there[i::each]) for i in range(each)]) for level, there in media.items()}
+        counts, before = Counter[str](), 0
+        async for names in self._names(keys):
+            each = len(names[0])
+            if self.cache.missing or not each:
+                return {}
+            found = await _where(needed(self.storage), [name for rank in names for name in rank])
+            media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
+            for level, there in media.items():
+                if counts[level] == before:  # names are rank after rank
+                    counts[level] += leading([all(there[i::each]) for i in range(each)])
+            before += each
+            if counts[ANY_MEDIUM] < before:
+                break
         return {gethostname(): {level: count for level, count in counts.items() if count}} if counts[ANY_MEDIUM] else {}
 
     async def _names(self, keys: Sequence[str], *, at_once: bool = False) -> AsyncIterator[list[list[str]]]:
         """The objects of these keys, for each rank; of many keys piece by piece, each in a turn of the event loop.
 
-        at_once: all of them together at the end. So it is with storage that is asked over a network, too.
+        at_once: all of them together at the end.
         """
         if self.tokens is not None:
             what = "storage is token-indexed: match token_ids; there are no keys to ask for"
             raise RequestError(what, code="token_ids_required")
-        storage = needed(self.storage)
+        needed(self.storage)
         check_keys(keys)
         generation, ranks = self.dispatcher.generation, [worker.context.object_rank for worker in self.workers]
-        at_once = at_once or len(keys) <= PIECE or storage.index.find([], None) is None
         names: list[list[str]] = [[] for _ in ranks]
         async for piece in self.pieces.each(keys, PIECE):
             ids = self.objects.ids(piece)

@@ -7,6 +7,7 @@ cancel ends it earlier, and so does the leaving of its engine or of its last cli
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,10 @@ from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import check_keys, keys_bytes, needed
+from transferd.daemon.lookup import PIECE, check_keys, keys_bytes, needed
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.base import Storage
 from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.selection import Selection
@@ -148,25 +150,22 @@ class EnginePrefetches:
         blocks = await engine.object_names(asked.keys, generation)
         sizes = [part.stop - part.start for part in engine.objects.parts] * len(engine.workers)
         error: TransferError | None = None
+        there = set[str]()
         if bringing is None:
             error, there = await self._stored([name for names in blocks for name in names])
         else:
-            pairs = (zip(names, sizes, strict=True) for names in blocks)
-            objects = [(name, nbytes, depth) for depth, names in enumerate(pairs) for name, nbytes in names]
-            ends: set[asyncio.Future[Any]] = {bringing.bring(objects), one.stop}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            found = bringing.there([name for name, _, _ in objects])
-            there, error = {name for (name, _, _), here in zip(objects, found, strict=True) if here}, bringing.error
+            async for piece in OneATurn().each(list(enumerate(blocks)), PIECE):
+                objects = [(*pair, depth) for depth, names in piece for pair in zip(names, sizes, strict=True)]
+                if not one.stop.done():
+                    ends: set[asyncio.Future[Any]] = {bringing.bring(objects), one.stop}
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            error = bringing.error
         stop = one.stop.result() if one.stop.done() else None
-        brought = {} if bringing is None else bringing.brought
-        each, seconds = len(engine.objects.parts), self._clock.monotonic() - began
+        seconds = self._clock.monotonic() - began
         info = None if error is None else ErrorInfo(error.reason, str(error))
         outcomes = []
-        for number, worker in enumerate(engine.workers):
-            mine = [names[number * each : (number + 1) * each] for names in blocks]  # its objects, by block
-            moved = [i for i, names in enumerate(mine) if there >= set(names)]
-            nbytes = sum(brought.get(name, 0) for names in mine for name in names)
-            why = (None, None) if len(moved) == len(mine) else (info, stop)
+        for worker, (moved, nbytes) in zip(engine.workers, await _moved(engine, blocks, bringing, there), strict=True):
+            why = (None, None) if len(moved) == len(blocks) else (info, stop)
             outcomes.append(RankOutcome(worker.rank, moved, nbytes, why[0], stop=why[1], storage_s=seconds))
         ids = list(range(len(asked.keys)))
         read = ReadStorageTask(task_id=asked.task_id, keys=asked.keys, gpu_block_ids=ids, prefix=False)
@@ -181,3 +180,21 @@ class EnginePrefetches:
         except StorageError as error:
             return error, set()
         return None, {name for name, one in zip(names, there, strict=True) if one}
+
+
+async def _moved(
+    engine: HostedEngine, blocks: Sequence[Sequence[str]], bringing: Bringing | None, there: set[str]
+) -> list[tuple[list[int], int]]:
+    """Of each rank, which blocks are there, and the bytes that were brought. there: those without levels."""
+    each, ranks = len(engine.objects.parts), range(len(engine.workers))
+    moved, nbytes = [list[int]() for _ in ranks], [0 for _ in ranks]
+    async for piece in OneATurn().each(list(enumerate(blocks)), PIECE):
+        if bringing is not None:
+            named = [name for _, names in piece for name in names]
+            there = set(itertools.compress(named, bringing.there(named)))
+        for (i, names), rank in itertools.product(piece, ranks):
+            mine = names[rank * each : (rank + 1) * each]  # its objects
+            if there.issuperset(mine):
+                moved[rank].append(i)
+            nbytes[rank] += 0 if bringing is None else sum(bringing.brought.get(name, 0) for name in mine)
+    return list(zip(moved, nbytes, strict=True))

@@ -112,6 +112,7 @@ class FileStorage(IndexedStorage):
         self._journal = UseJournal(os.path.join(self.path, "order"), syncs=section.fsync, lost=lost)
         self.ledger = Ledger(os.path.join(self.path, "orders"), lost)
         self._writing = asyncio.Lock()  # held while the list of orders is written
+        self._asked_to_write = self._written = 0  # how often; and which of these the latest write has served
         self._unmended = ""  # why it may hold what earlier orders have purged, so that the next start empties it again
         self.share(FilesKeeper([self], clock.wall))
         self._index.noted = self._note
@@ -381,14 +382,16 @@ class FileStorage(IndexedStorage):
 
     async def record(self, applied: Collection[str] = ()) -> bool:
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
-        writing = self._effects.background(self._record(applied))  # before it ends the store does not return
+        self._asked_to_write += 1
+        # Before it ends the store does not return.
+        writing = self._effects.background(self._record(applied, self._asked_to_write))
         await asyncio.wait([writing], timeout=ANSWERS_S)
         if not writing.done():
             self.fail(f"it has not taken its list of orders for {ANSWERS_S:g} s")
             return False
         return writing.result()
 
-    async def _record(self, applied: Collection[str]) -> bool:
+    async def _record(self, applied: Collection[str], mine: int) -> bool:
         whose.set("orders")  # they do not wait until a purge has removed all its files
 
         def write() -> None:
@@ -396,13 +399,16 @@ class FileStorage(IndexedStorage):
                 self._write_orders(applied)
 
         async with self._writing:
+            if mine <= self._written and not applied:  # with those of others, who came first
+                return not self.ledger.behind
+            given = self._asked_to_write
             try:
                 await self._in_thread(write, "orders of the store")
             except OSError as error:
                 if error.errno not in FULL:
                     self.fail(f"its list of orders cannot be written: {error.strerror or error}")
-                return False
-            return True
+            self._written = given
+            return not self.ledger.behind
 
     def _write_orders(self, applied: Collection[str]) -> None:
         listed = self._book.listed(self.ledger.listed.applied.union(applied))

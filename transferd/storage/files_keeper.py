@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 
 from transferd.errors import StorageError
 from transferd.runtime.aio import Background, every, in_turns
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.keeping import AT_ONCE, Dropped, IndexKeeper, Keeper, PinState
 from transferd.storage.ledger import Ledger
-from transferd.storage.orders import NOBODY, By, OrderBook, Overdue
+from transferd.storage.orders import NOBODY, By, OrderBook, Overdue, digest
 from transferd.storage.queues import EngineOwner
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
@@ -81,12 +82,15 @@ class FilesKeeper(Keeper):
         if dry_run:
             would = await every([keeper.drop(selection, dry_run=True) for keeper in self._keepers])
             return sum((one.total for one in would), Purged())
-        order = self.book.purge(selection, by, self.space_of(selection.owner))
+        named = None
+        if selection.names is not None:
+            named = [name async for name in in_turns(map(digest, selection.names))]
+        order = self.book.purge(selection, by, self.space_of(selection.owner), named)
         live = self._live
         for place in live:  # a disk that returns meanwhile does not apply it there: the lists no longer know owners
             place.tried.add(order.id)
         dropped = await every([self._dropped(place, selection) for place in live])
-        self.book.unpin(name for one in dropped for name in one.pinned)
+        await self._end_pins([name for one in dropped for name in one.pinned])
         kept_by, left = await self.record(), list[StorageError]()
         removed = await every([self._removed(place, one, left) for place, one in zip(live, dropped, strict=True)])
         total = sum((one for one in removed if one is not None), Purged())
@@ -178,6 +182,7 @@ class FilesKeeper(Keeper):
             self.book.pin(owner, pinned, ttl_s)
             await self.record()
         durable = await self.durable(names)  # which may find that files or disks are gone
+        await self._turns.turn()
         # What has come since without having been asked for is not pinned.
         here = [was and now is not None for was, now in zip(here, self.depths(names), strict=True)]
         states = zip(names, here, durable, strict=True)
@@ -195,6 +200,12 @@ class FilesKeeper(Keeper):
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
         ended = await super().unpin(owner, names)
-        if isinstance(owner, EngineOwner) and self.book.unpin(names, owner):
+        if isinstance(owner, EngineOwner) and await self._end_pins(names, owner):
             await self.record()
         return ended
+
+    async def _end_pins(self, names: Sequence[str] | None, owner: EngineOwner | None = None) -> bool:
+        """As OrderBook.unpin, in turns of the loop."""
+        if names is None:
+            return any([self.book.end(some, owner) async for some in OneATurn().each(self.book.digests, AT_ONCE)])
+        return any([self.book.unpin(some, owner) async for some in OneATurn().each(names, AT_ONCE)])

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
-from transferd.runtime.aio import Background, every
+from transferd.runtime.aio import Background, begun, every
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
@@ -30,7 +31,7 @@ from transferd.storage.running import RunningCalls
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
 
-AT_ONCE = 512  # objects that one step of the loop looks at
+AT_ONCE = 512  # objects that one step of the loop looks at, pins or unpins
 
 
 class PinState(enum.IntEnum):
@@ -131,17 +132,31 @@ class Keeper(abc.ABC):
 
         Returns how each of these is held. Raises RequestError, code `share_exceeded`; then nothing is pinned.
         """
-        check_pins(self.asked(owner, names), share)
-        return await self.pin_all(owner, names, ttl_s)
+        async with self._asking:  # else two requests could be given the same room
+            check_pins(await self.asked(owner, list(dict.fromkeys(names))), share)
+            works = [begun(self.pin_all(owner, some, ttl_s)) async for some in OneATurn().each(names, AT_ONCE)]
+        return [state for states in await every(works) for state in states]
 
-    def hold(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> None:
-        """Like `pin`, for as long as this process lives at most: no medium is told, and nothing waited for."""
-        check_pins(self.asked(owner, names), share)
+    @functools.cached_property
+    def _asking(self) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    @functools.cached_property
+    def _turns(self) -> OneATurn:
+        """Those of the pieces of requests: after each wait, many could go on at once."""
+        return OneATurn()
+
+    async def hold(self, owner: Hashable, names: Sequence[str], ttl_s: float, share: float) -> None:
+        """Like `pin`, for as long as this process lives at most: no medium is told, and nothing waited for.
+
+        names: AT_ONCE at most; they are pinned in the step in which they are looked at.
+        """
+        check_pins(await self.asked(owner, names), share)
         self.pin_now(owner, names, ttl_s)
 
-    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
-        """The bytes that pinning these would add."""
-        each = [keeper.asked(owner, names) for keeper in self._keepers]
+    async def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        """The bytes that pinning these would add. Each name stands there once."""
+        each = [await keeper.asked(owner, names) for keeper in self._keepers]
         return AskedPins(*map(sum, zip(*each, strict=True)))
 
     async def pin_all(
@@ -297,6 +312,7 @@ class IndexKeeper(Keeper):
             self._purged += len(present)
             dropped.pinned += [entry.name for entry in present if entry.pinned]
             dropped.ends.append(self._store.drop(present))
+            self.pins.forget(present)
 
     # --- pins ---------------------------------------------------------------------------------------
 
@@ -306,8 +322,14 @@ class IndexKeeper(Keeper):
     def depths(self, names: Sequence[str]) -> list[int | None]:
         return [None if (entry := self._index.get(name)) is None else entry.depth for name in names]
 
-    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
-        return self.pins.asked(owner, self._present(names))
+    async def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+        total = self.pins.asked(owner, ())
+        async for some in OneATurn().each(names, AT_ONCE):
+            one = self.pins.asked(owner, self._present(some))
+            more = one.pinned - self.pins.pinned
+            objects, new = total.objects + one.objects, total.new + one.new
+            total = one._replace(objects=objects, new=new, pinned=total.pinned + more)
+        return total
 
     def pin_now(self, owner: Hashable, names: Sequence[str], ttl_s: float) -> list[bool]:
         self.pins.pin(owner, self._present(names), ttl_s)
@@ -323,9 +345,9 @@ class IndexKeeper(Keeper):
         return [entry for name in dict.fromkeys(names) if (entry := self._index.get(name)) is not None]
 
     async def unpin(self, owner: Hashable, names: Sequence[str] | None) -> int:
-        if names is None:
-            return self.pins.end(owner)
-        return self.pins.unpin(owner, self._present(names))
+        named = [entry.name for entry in self.pins.of(owner)] if names is None else names
+        pieces = OneATurn().each(named, AT_ONCE)
+        return sum([self.pins.unpin(owner, self._present(some)) async for some in pieces])
 
     def close(self) -> None:
         """Forget all pins, and their timers."""

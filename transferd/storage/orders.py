@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from transferd.storage.selection import Selection
 MOST_NAMES = 65_536  # in all purges that are remembered, and
 MOST_ORDERS = 4096  # purges: with more, a disk that is away is emptied when it returns
 MANY_ORDERS = 64  # purges that all disks have applied and that are still listed
-FEW_PINS = 1024  # that are over and may wait beside those that last
+FEW_PINS = 1024  # objects: with more, those whose pins are over are forgotten
 
 
 class By(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -196,8 +196,7 @@ class OrderBook:
         self._wall = wall
         self._boot = secrets.token_hex(4)
         self._number = 0  # of the latest order
-        self._pins: dict[str, dict[EngineOwner, _LatestPin]] = {}  # by object
-        self._most_pins = FEW_PINS  # with more objects, those whose pins are over are dropped
+        self._pins = OrderedDict[str, dict[EngineOwner, _LatestPin]]()  # by object, in the order of the looks at them
 
     # --- the lists of disks -------------------------------------------------------------------------
 
@@ -271,9 +270,13 @@ class OrderBook:
 
     # --- orders -------------------------------------------------------------------------------------
 
-    def purge(self, selection: Selection, by: By, space: str | None) -> PurgeRecord:
-        """Begin a purge. space: of the objects of `selection.owner`, if that is set; None if it is not known."""
-        digests = None if selection.names is None else sorted(map(digest, selection.names))
+    def purge(self, selection: Selection, by: By, space: str | None, digests: list[str] | None = None) -> PurgeRecord:
+        """Begin a purge. space: of the objects of `selection.owner`, if that is set; None if it is not known.
+
+        digests: those of `selection.names`, which take long if they are many.
+        """
+        if digests is None and selection.names is not None:
+            digests = sorted(map(digest, selection.names))
         fits = Fits(selection.model, selection.generation, space, digests, selection.unused_s)
         order = PurgeRecord(f"{self._boot}-{self._next()}", self._wall(), fits, by)
         self.purges[order.id] = order
@@ -283,18 +286,27 @@ class OrderBook:
         held = _LatestPin(self._next(), self._wall() + ttl_s, False)
         for name in names:
             self._pins.setdefault(digest(name), {})[owner] = held
-        if len(self._pins) > self._most_pins:
-            now = self._wall()
-            lasting = ((one, {o: h for o, h in owners.items() if h.until > now}) for one, owners in self._pins.items())
-            self._pins = {one: owners for one, owners in lasting if owners}
-            self._most_pins = FEW_PINS + 2 * len(self._pins)
+            for _ in range(2 if len(self._pins) > FEW_PINS else 0):  # a few for each new one: no step looks at all
+                self._look_at_next()
+
+    def _look_at_next(self) -> None:
+        one, now = next(iter(self._pins)), self._wall()
+        if lasting := {owner: held for owner, held in self._pins[one].items() if held.until > now}:
+            self._pins[one] = lasting
+            self._pins.move_to_end(one)
+        else:
+            del self._pins[one]
 
     def unpin(self, names: Iterable[str] | None, owner: EngineOwner | None = None) -> bool:
         """End pins. names, owner: of which objects, and whose; None for all. Returns whether there were any."""
+        return self.end(self._pins if names is None else map(digest, names), owner)
+
+    def end(self, digests: Iterable[str], owner: EngineOwner | None) -> bool:
+        """The same, of objects by digest."""
         if not self._pins:
             return False
         number, any_ended = self._next(), False
-        for one in self._pins if names is None else map(digest, names):
+        for one in digests:
             for other, held in self._pins.get(one, {}).items():
                 if owner in (None, other) and not held.ended:
                     self._pins[one][other], any_ended = _LatestPin(number, held.until, True), True
@@ -314,6 +326,11 @@ class OrderBook:
     @property
     def has_pins(self) -> bool:
         return bool(self._pins)
+
+    @property
+    def digests(self) -> list[str]:
+        """All objects with pins."""
+        return list(self._pins)
 
     def _next(self) -> int:
         self._number += 1

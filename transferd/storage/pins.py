@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from transferd.runtime.loop_turns import InPieces
 from transferd.storage.lru import Entry, LruIndex, Use
 
 MOST_PINNED = 0.5  # of the capacity, by all owners together
@@ -45,12 +46,18 @@ class Pins:
         self._pins: dict[Entry, dict[Hashable, _PinnedAtOnce]] = {}  # by owner
         self._taken = Counter[Hashable]()  # bytes by owner
         self._bytes = 0  # of `_pins`
+        self._expiring = InPieces()
         self.expired = 0  # objects that lost their last pin because its time was over
 
     def __len__(self) -> int:
         """How many objects are pinned."""
         self._forget_gone()
         return len(self._pins)
+
+    @property
+    def pinned(self) -> int:
+        """The bytes that all owners have pinned."""
+        return sum(queue.pinned for queue in self._index.queues())
 
     def taken(self, owner: Hashable) -> int:
         """The bytes that this owner has pinned."""
@@ -60,12 +67,11 @@ class Pins:
     def asked(self, owner: Hashable, entries: Sequence[Entry]) -> AskedPins:
         """The bytes that pinning these for this owner would add."""
         new = [entry for entry in entries if owner not in self._pins.get(entry, ())]
-        pinned = sum(queue.pinned for queue in self._index.queues())
         return AskedPins(
             len(entries),
             sum(self._index.size(entry.nbytes) for entry in new),
             self.taken(owner),
-            pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
+            self.pinned + sum(self._index.size(entry.nbytes) for entry in new if not entry.pinned),
             self._index.capacity,
         )
 
@@ -74,7 +80,7 @@ class Pins:
 
         kept: of each, the object's name, the owner, and for how many seconds.
         """
-        room = MOST_PINNED * self._index.capacity - sum(queue.pinned for queue in self._index.queues())
+        room = MOST_PINNED * self._index.capacity - self.pinned
         for name, owner, left_s in kept:
             if (entry := self._index.get(name)) is None:
                 continue
@@ -107,15 +113,16 @@ class Pins:
                 self._let_go(entry, owner, use)
         return ended
 
-    def end(self, owner: Hashable) -> int:
-        """End all pins of this owner. Returns how many objects it had pinned."""
-        return self.unpin(owner, [entry for entry, pins in self._pins.items() if owner in pins])
+    def of(self, owner: Hashable) -> list[Entry]:
+        """What this owner has pinned."""
+        return [entry for entry, pins in self._pins.items() if owner in pins]
 
     def close(self) -> None:
         """Forget all pins."""
         for pins in self._pins.values():
             for together in pins.values():
                 together.ends.cancel()
+                together.entries.clear()
         self._pins.clear()
         self._taken.clear()
         self._bytes = 0
@@ -139,15 +146,24 @@ class Pins:
 
     def _forget_gone(self) -> None:
         """Drop the pins of objects that have left, or that the index has unpinned, if there are any."""
-        if sum(queue.pinned for queue in self._index.queues()) != self._bytes:
-            for entry in [entry for entry in self._pins if not entry.pinned]:
-                for owner in list(self._pins[entry]):
-                    self._let_go(entry, owner, Use())
+        if self.pinned != self._bytes:
+            self.forget([entry for entry in self._pins if not entry.pinned])
+
+    def forget(self, gone: Sequence[Entry]) -> None:
+        """Drop the pins of objects that have left. Without this call, whoever asks next does that for all at once."""
+        for entry in gone:
+            for owner in list(self._pins.get(entry, ())):
+                self._let_go(entry, owner, Use())
 
     def _expire(self, owner: Hashable, entries: dict[Entry, None]) -> None:
+        self._expiring.run(self._expired(owner, entries))
+
+    def _expired(self, owner: Hashable, entries: dict[Entry, None]) -> Generator[None, None, None]:
         use = Use()
         for entry in list(entries):
-            self.expired += self._let_go(entry, owner, use)
+            if entry in entries:  # else it has got another pin meanwhile, or has left
+                self.expired += self._let_go(entry, owner, use)
+                yield
 
 
 def _drop(together: _PinnedAtOnce, entry: Entry) -> None:

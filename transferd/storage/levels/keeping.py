@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 
 from transferd.runtime.aio import every
 from transferd.runtime.compat import wait_for
-from transferd.storage.keeping import Keeper, PinState, check_pins
+from transferd.runtime.loop_turns import OneATurn
+from transferd.storage.keeping import AT_ONCE, Keeper, PinState, check_pins
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
 from transferd.storage.levels.proving import Proving
@@ -82,15 +83,15 @@ class LevelsKeeper(Keeper):
         purged = await every([keeper.purge(selection, dry_run=dry_run, by=by) for keeper in self._keepers])
         return sum(purged, Purged())
 
-    def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
+    async def asked(self, owner: Hashable, names: Sequence[str]) -> AskedPins:
         """Counts each object once: in the lowest level, or above it if its copy has yet to come."""
         *above, lowest = self._in_use.values()
-        asked, rest = lowest.asked(owner, names), _absent(lowest, names)
+        asked, rest = await lowest.asked(owner, names), await _all_absent(lowest, names)
         for keeper in reversed(above):
-            more = keeper.asked(owner, rest)
+            more = await keeper.asked(owner, rest)
             check_pins(more, 1.0)  # it holds them until their copies have come
             asked = AskedPins(*map(sum, zip(asked, more._replace(capacity=0, pinned=more.new), strict=True)))
-            rest = _absent(keeper, rest)
+            rest = await _all_absent(keeper, rest)
         return asked
 
     async def pin_all(
@@ -110,13 +111,16 @@ class LevelsKeeper(Keeper):
                 *(keeper.pin_all(owner, rest, ttl_s) for keeper in above),
             ]
         )
+        await self._turns.turn()
         states = dict(zip(names, held[0], strict=True))
         for each in held[1:]:
             states.update((name, max(states[name], state)) for name, state in zip(rest, each, strict=True))
-        if gone := [name for name in _absent(lowest, names) if name not in rest]:  # as it has only now found out
+        known = set(rest)
+        if gone := [name for name in _absent(lowest, names) if name not in known]:  # as it has only now found out
             states.update(zip(gone, await self.pin_all(owner, gone, ttl_s), strict=True))
         if there and lowest.outlives:
             await self._copied([name for name in rest if name in there])
+            await self._turns.turn()
             for name, safe in zip(rest, await lowest.durable(rest), strict=True):
                 if safe:
                     states[name] = PinState.DURABLE
@@ -132,6 +136,10 @@ class LevelsKeeper(Keeper):
         proving = self._proving.prove_in(lowest, objects, Use(counts=False), self._parts.now())
         with contextlib.suppress(TimeoutError):
             await wait_for(proving, COPIES_S)
+
+
+async def _all_absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
+    return [name async for some in OneATurn().each(names, AT_ONCE) for name in _absent(keeper, some)]
 
 
 def _absent(keeper: Keeper, names: Sequence[str]) -> list[str]:
