@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from transferd.client.offers import Holds
+from transferd.errors import DaemonLost, RequestError, TransferError
 from transferd.wire import protocol as wire
 
 
@@ -42,6 +43,33 @@ def test_a_holder_is_named_once(asked: list[wire.ControlRequest], ids: Iterator[
     holds = made(asked, ids, "engine")
     assert [said_by(holds, asked) for _ in range(2)] == ["engine (00000000)"] * 2
     assert said_by(made(asked, ids), asked) == f"pid {os.getpid()} (00000002)", "a proof takes an id as well"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kept"),
+    [
+        (RequestError("it belongs to another event loop", code="wrong_loop"), True),
+        (TransferError("256 requests are waiting", code="too_many_requests"), True),
+        (DaemonLost("no daemon answers"), False),
+    ],
+)
+async def test_a_resume_that_is_refused_leaves_what_is_held(refusal: TransferError, kept: bool) -> None:
+    """A new session of the daemon did not get the pause again, and its tasks ran on."""
+    refusing = False
+
+    async def ask(_: wire.ControlRequest, _timeout: float) -> Any:
+        if refusing:
+            raise refusal
+
+    holds = Holds("engine", "id".title, ask)
+    await holds.pause()
+    [pause], refusing = holds.again(), True
+    with pytest.raises(TransferError):
+        await holds.resume(1.0)
+    assert holds.again() == ([pause] if kept else [])
+    refusing = False
+    await holds.resume(1.0)
+    assert holds.again() == []
 
 
 def test_each_child_that_uses_a_client_made_before_the_fork_has_its_own_pause(

@@ -802,6 +802,31 @@ async def test_processes_that_register_at_the_same_moment_share_one_registration
     await until(lambda: daemon.engines.all == [], "it goes with its last client")
 
 
+async def test_an_unregister_that_is_refused_changes_nothing(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client had forgotten its registration, its token and its offers: it could not try again."""
+    async with serving(endpoint, "e", token=TOKEN) as (a, _):
+        with monkeypatch.context() as busy:
+            busy.setattr("transferd.daemon.server.MAX_WAITING_PER_CLIENT", 0)
+            with pytest.raises(TransferError, match="are waiting already") as refused:
+                await a.unregister()
+        assert refused.value.reason == "too_many_requests"
+        with pytest.raises(RequestError, match="event loop"):
+            await asyncio.to_thread(asyncio.run, a.unregister())
+        assert a.token == TOKEN
+        assert list(a._offers._made) == [0]
+        for peer in list(daemon.clients):  # it is considered gone: it registers the engine again
+            daemon.server._forget(peer)
+        before = daemon.engines.get("e")
+        await until(lambda: (now := daemon.engines.get("e")) not in (None, before) and now.why_not_ready == "")
+        assert (await a.submit(write("w", ["k"], [0]))).status is Status.OK
+        await a.unregister()
+        assert daemon.engines.get("e") is None
+        assert a.token == ""
+        assert not a._offers._made
+
+
 async def test_unregister_ends_the_token_for_all_processes_and_they_are_told(
     daemon: Daemon, endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from transferd.blocks.fingerprint import Facts, refusal
 from transferd.client.calls import CONTROL_TIMEOUT_S, Calls
 from transferd.client.offers import Attachments, Holds, Offers
+from transferd.client.pending import changed_nothing
 from transferd.client.session import Conversation
 from transferd.client.weights import Repeating
 from transferd.config.names import GENERATION, MODEL
@@ -113,15 +114,26 @@ class Registration:
         )
         return value["epoch"]
 
-    async def unregister(self) -> None:
-        self._made = None
+    async def unregister(self, ended: Callable[[], object]) -> None:
+        """ended: called unless the engine is still there for certain."""
+        made, self._made = self._made, None  # a new daemon must not get it meanwhile
         try:
             await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
-        finally:
-            self._conversation.weights.unregistered()
-            self._conversation.served.forget()
-            self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
+        except BaseException as error:
+            if changed_nothing(error) and (not isinstance(error, RequestError) or error.reason != "unknown_engine"):
+                self._made = self._made or made
+            else:
+                self._forget()
+                ended()
+            raise
+        self._forget()
+        ended()
         self._conversation.amend(epoch=0, registration="", registered=0, ready=False, identity=None)
+
+    def _forget(self) -> None:
+        self._conversation.weights.unregistered()
+        self._conversation.served.forget()
+        self._conversation.token = ""  # a later registration is another engine, unknown to the other clients
 
     def again(self) -> list[wire.ControlRequest]:
         """The requests to repeat after a Welcome: in a new session, and while the engine is not there."""
@@ -166,10 +178,9 @@ class ControlCalls(Calls):
     async def unregister(self) -> None:
         """End this client's engine; return when its tasks have ended and the daemon has unmapped its memory.
 
-        Its other clients lose it as well. Raises RequestError.
+        Its other clients lose it as well. Raises RequestError, or `too_many_requests`; then nothing has changed.
         """
-        self._offers.clear()
-        await self._registration.unregister()
+        await self._registration.unregister(self._offers.clear)
 
     async def pause(self) -> None:
         """Stop starting tasks; return once no task touches a block. New tasks are still admitted, and wait.

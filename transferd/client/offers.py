@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from transferd.client.calls import CONTROL_TIMEOUT_S
+from transferd.client.pending import changed_nothing
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
@@ -173,8 +174,15 @@ class Holds:
                 self._held.add(hold)
 
     async def resume(self, timeout: float) -> None:
+        held = self._held.copy()
         self.clear()
-        await self._ask(wire.Resume(*self._holder()), timeout)
+        resumes = self._resumes
+        try:
+            await self._ask(wire.Resume(*self._holder()), timeout)
+        except TransferError as error:
+            if changed_nothing(error) and resumes == self._resumes:
+                self._held |= held
+            raise
 
     def clear(self) -> None:
         """Forget the pause and the drain: they were resumed, or the client is closed."""

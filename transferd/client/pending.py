@@ -208,6 +208,12 @@ def error_of(refused: wire.Refused) -> TransferError:
     return _BY_CODE.get(refused.error.code, default)(refused.error.message, code=refused.error.code)
 
 
+def changed_nothing(error: BaseException | None) -> bool:
+    """Whether a request with this end had no effect: it was refused. After a lost answer nobody knows."""
+    busy = isinstance(error, TransferError) and error.reason == "too_many_requests"
+    return busy or isinstance(error, RequestError | TierError)
+
+
 def as_seconds(value: object) -> float | None:
     """Return the number as a float, or None if it is not a real number or too large. May be NaN or negative."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | Decimal):
