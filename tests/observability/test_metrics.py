@@ -35,11 +35,11 @@ from transferd.observability.http import _Connection as HttpConnection
 from transferd.observability.metrics import exposition, families
 from transferd.observability.report import HoldingReport, Report, StorageReport
 from transferd.observability.status_server import StatusServer
-from transferd.observability.task_log import MISSED, TaskLog, TaskMetrics
+from transferd.observability.task_log import ENDED, MISSED, TaskLog, TaskMetrics
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
-from transferd.tasks import ErrorInfo, RankOutcome, RankResult, Status, SwapInTask, TaskResult
+from transferd.tasks import ErrorInfo, Lane, RankOutcome, RankResult, Status, SwapInTask, TaskResult
 from transferd.wire.transport import ServerMessage
 from transferd.workers.job import Job
 from transferd.workers.rank import HUNG_S
@@ -527,6 +527,16 @@ def test_for_the_text_of_many_engines_the_loop_only_copies_what_was_counted() ->
         sys.setprofile(None)
         gc.enable()
     assert calls < 5 * 60
+
+
+def test_what_an_engine_never_did_takes_few_lines_and_its_first_task_is_seen() -> None:
+    """100 engines took 8 MB a scrape, nearly all of it zeros."""
+    metrics = TaskMetrics("e")
+    ended(metrics, "e", 0.002)
+    text = exposition(lambda: "", metrics)(Report())().decode()
+    (family,) = [one for one in text_string_to_metric_families(text) if one.name == "transferd_task_duration_seconds"]
+    counts = {(one.labels["kind"], one.labels["status"]) for one in family.samples if one.name.endswith("_count")}
+    assert counts == {(str(lane), "ok") for lane in Lane} | {("swap_in", str(status)) for status in ENDED}
 
 
 def test_the_text_has_what_was_counted_when_it_was_asked_for() -> None:

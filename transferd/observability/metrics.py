@@ -22,7 +22,7 @@ from transferd.observability.concerns import CONCERNS
 from transferd.observability.figure import Figure, Sections
 from transferd.observability.report import Report, ReportSection
 from transferd.observability.task_log import LATENCY_BUCKETS_S, Series, TaskMetrics
-from transferd.tasks import Lane
+from transferd.tasks import Lane, Status
 
 BREAKER_STATES = ("closed", "open", "half_open")
 DURATIONS = "transferd_task_duration_seconds"
@@ -123,12 +123,17 @@ def _of_tasks(tasks: Tasks) -> Iterator[Metric]:
 
 
 def _durations(tasks: Tasks) -> Iterator[str]:
-    """Lines of the histogram, 120 for each kind of task of an engine: prometheus_client takes ten times as long."""
+    """Lines of the histogram, 120 for each kind of task of an engine: prometheus_client takes ten times as long.
+
+    A kind that it had none of has only those of `ok`, at 0, so that a rate sees the first one.
+    """
     yield f"# HELP {DURATIONS} from a task's admission to its answer\n# TYPE {DURATIONS} histogram\n"
     for engine, kind, one in tasks:
         of = engine.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
         of = f'engine="{of}",kind="{kind}"'
-        for status, (*times, seconds) in one.durations.items():
+        statuses = (Status.OK,) if one is NONE else one.durations
+        for status in statuses:
+            *times, seconds = one.durations[status]
             for bound, number in zip(BOUNDS, itertools.accumulate(times), strict=True):
                 yield f'{DURATIONS}_bucket{{{of},le="{bound}",status="{status}"}} {number}\n'
             yield f'{DURATIONS}_count{{{of},status="{status}"}} {sum(times)}\n'
