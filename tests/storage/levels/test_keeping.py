@@ -507,6 +507,22 @@ def test_what_purges_hide_is_what_fits_one_since_the_object_was_stored(seed: int
         }
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_what_is_stored_again_and_used_is_not_hidden_again(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest were: a prompt that all requests begin with was missing again."""
+    hidden = level.Hidden()
+    monkeypatch.setattr(hidden._anew, "_most", 8)
+    names = [name(i) for i in range(20)]
+    hidden.purge(Selection(frozenset(names)) if named else Selection())
+    assert all(one in hidden for one in names)
+    for one in names:
+        hidden.stored(one)
+        assert names[0] not in hidden
+    assert [one for one in names if one in hidden] == ([] if named else names[1:13])
+    hidden.purge(Selection(frozenset(names[:1])))
+    assert names[0] in hidden
+
+
 async def test_what_was_purged_from_a_disk_stays_counted_when_the_disk_fails(
     open_storage: Open, tmp_path: Path
 ) -> None:

@@ -126,6 +126,12 @@ class Names:
     def get(self, name: str) -> float | None:
         return self._names.get(hash(name))
 
+    def used(self, name: str) -> float | None:
+        """Like `get`, and the name stays as long as one that was just added."""
+        if (key := hash(name)) in self._names:
+            self._names.move_to_end(key)
+        return self._names.get(key)
+
     def discard(self, name: str) -> None:
         self._names.pop(hash(name), None)
 
@@ -148,7 +154,8 @@ class Hidden:
     """What purges have named, in a level that keeps it because others use it too.
 
     This node uses none of it there until it has stored the object again. Hashes of names that collide show a hidden
-    object at most, until the daemon restarts.
+    object at most, until the daemon restarts. After a purge that names no objects, those that were used the longest ago
+    of more than MOST_NAMES that were stored since are hidden again, and count as missing.
     """
 
     def __init__(self) -> None:
@@ -183,10 +190,12 @@ class Hidden:
 
     def stored(self, name: str) -> None:
         """Note that this node has stored an object there."""
-        self._anew.add(name, self.number)
+        self._named.pop(name, None)
+        if self._purges:
+            self._anew.add(name, self.number)
 
     def __contains__(self, name: str) -> bool:
-        since = self._anew.get(name) or 0
+        since = self._anew.used(name) or 0
         if since == self.number:
             return False
         model, generation = parts_of(name) or (None, None)
