@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -609,6 +610,41 @@ async def test_pins_hold_on_a_disk_that_was_away_when_they_were_given_or_ended(
     assert await again.storage.keeper.unpin(OWNER, None) == 20  # type: ignore[union-attr]
     await first.close()
     harness.release()
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_the_pieces_of_a_long_pin_are_written_together_by_one_thread_at_a_time(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gives_up: bool
+) -> None:
+    monkeypatch.setattr("transferd.storage.keeping.AT_ONCE", 2)
+    harness = await open_storage(one_disk(tmp_path))
+    await put(harness, names(20))
+    running, most, written, real = 0, 0, 0, ledger.Ledger.write
+
+    def write(self: ledger.Ledger, listed: orders.Listed) -> None:
+        nonlocal running, most, written
+        running, written = running + 1, written + 1
+        most = max(most, running)
+        time.sleep(0.05)
+        real(self, listed)
+        running -= 1
+
+    monkeypatch.setattr(ledger.Ledger, "write", write)
+    pinning = asyncio.ensure_future(keeper(harness).pin(OWNER, names(20), 600.0, 0.5))
+    if gives_up:
+        await until(lambda: running == 1)
+        pinning.cancel()
+        await asyncio.wait([pinning])
+        assert running == 0
+    else:
+        assert await pinning == [PinState.DURABLE] * 40
+        assert written == 2, "the first piece's, and all others'"
+    assert (await keeper(harness).pin(OWNER, names(20), 600.0, 0.5)) == [PinState.DURABLE] * 40
+    assert most == 1
+    await harness.storage.close()
+    again = await open_storage(one_disk(tmp_path))
+    assert again.storage.statistics()["pinned"] == 40
+    assert await keeper(again).unpin(OWNER, None) == 40
 
 
 async def test_a_pin_is_of_the_object_and_holds_when_it_comes(open_storage: Open, tmp_path: Path) -> None:
