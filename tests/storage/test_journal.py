@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,35 @@ def test_a_journal_that_cannot_be_read_is_not_written_anew_without_its_records(
     assert known(tmp_path) == {hash_of("a"): (1, 2), hash_of("b"): (3, 0)}
     one.rewrite(2)
     assert (one.problem, known(tmp_path)) == ("", {hash_of("b"): (3, 0)})
+
+
+def test_what_waits_while_the_disk_hangs_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look-up of a block is a use: a disk that hung for an hour took the daemon's memory."""
+    monkeypatch.setattr(journal, "MOST_WAITING", 100)
+    one, hangs, answers = made(tmp_path), threading.Event(), threading.Event()
+    append = one._append
+
+    def hang(noted: Sequence[tuple[str | int, int, int]]) -> None:
+        hangs.set()
+        answers.wait(10.0)
+        append(noted)
+
+    one.note("first", 1, 0)
+    with monkeypatch.context() as ill:
+        ill.setattr(one, "_append", hang)
+        thread = threading.Thread(target=one.flush)
+        thread.start()
+        assert hangs.wait(10.0)
+        for use in range(2, 1000):
+            one.note(f"n{use}", use, 0)
+            assert len(one._noted) <= 100
+        assert one.problem
+        answers.set()
+        thread.join()
+    one.flush()
+    assert not one.problem
+    uses = {use for use, _ in known(tmp_path).values()}
+    assert {1, *range(950, 1000)} <= uses, "the latest count"
 
 
 def test_a_journal_that_somebody_removes_begins_again(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ CONTINUED = 2**32 - 1
 DEEPEST = CONTINUED - 1
 # The file is written anew once it has twice as many records as after the last time, and this many more.
 SLACK = 65_536
+MOST_WAITING = 2**18  # records that wait to be written: some 40 MB
 PIECE = 65_536  # records that are read or written at once, so that a large file takes little memory meanwhile
 _MODE = 0o640
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -74,8 +75,11 @@ class UseJournal:
     # --- on the event loop --------------------------------------------------------------------------
 
     def note(self, name: str, use: int, depth: int) -> None:
-        """Have the next `flush` write a record."""
+        """Have the next `flush` write a record. While the disk hangs in one, the oldest that wait are dropped."""
         self._noted.append((name, use, min(depth, DEEPEST)))
+        if len(self._noted) > MOST_WAITING:
+            del self._noted[: MOST_WAITING // 2]
+            self.problem = "the disk has taken no record for a while"
 
     def note_continued(self, use: int, by: int) -> None:
         """Have the next `flush` write that another use has taken over all objects of a use."""
