@@ -63,7 +63,6 @@ LOOK_S = 1.0  # how often the file system is looked at, at most
 NEARLY = 256  # objects: with so few inodes left, the disk has too little room
 OLDEST = 8  # how many of the next objects to evict a look checks
 JOURNAL_S = 0.005  # how long the journal may be behind
-ANSWERS_S = 20.0  # a medium that has not taken an order for so long hangs
 ANEW = "it is being read anew"
 ANEW_S = 60.0  # how long a level that is put back is waited for
 RETRY_S = 1.0  # how often a store that was lost is tried again
@@ -85,6 +84,7 @@ class FileStorage(IndexedStorage):
 
     backend = "file"
     promotes_at = 2  # the page cache has what was used once
+    answers_s = 20.0  # a medium that has not taken an order for so long hangs
     lists = scrubs = True
 
     def __init__(
@@ -240,13 +240,8 @@ class FileStorage(IndexedStorage):
             if error.errno not in FULL:
                 raise self._directory.unusable(error) from error
         await self._look()
-        log.info(
-            "file storage is open",
-            path=self.path,
-            objects=len(self._index),
-            bytes=self._index.bytes,
-            seconds=round(self._clock.monotonic() - began, 3),
-        )
+        took, index = round(self._clock.monotonic() - began, 3), self._index
+        log.info("file storage is open", path=self.path, objects=len(index), bytes=index.bytes, seconds=took)
         return orders
 
     def _strange(self, *, returns: bool) -> str:
@@ -383,11 +378,10 @@ class FileStorage(IndexedStorage):
     async def record(self, applied: Collection[str] = ()) -> bool:
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
         self._asked_to_write += 1
-        # Before it ends the store does not return.
-        writing = self._effects.background(self._record(applied, self._asked_to_write))
-        await asyncio.wait([writing], timeout=ANSWERS_S)
+        writing = self._effects.background(self._record(applied, self._asked_to_write))  # a close waits for it
+        await asyncio.wait([writing], timeout=self.answers_s)
         if not writing.done():
-            self.fail(f"it has not taken its list of orders for {ANSWERS_S:g} s")
+            self.fail(f"it has not taken its list of orders for {self.answers_s:g} s")
             return False
         return writing.result()
 
