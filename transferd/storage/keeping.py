@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
-from transferd.runtime.aio import Background, every
+from transferd.runtime.aio import Background, begun, every
 from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
@@ -134,12 +134,7 @@ class Keeper(abc.ABC):
         """
         async with self._asking:  # else two requests could be given the same room
             check_pins(await self.asked(owner, list(dict.fromkeys(names))), share)
-            pieces, begun = OneATurn().each(names, AT_ONCE), Background()
-            try:
-                works = [begun.begin(self.pin_all(owner, some, ttl_s)) async for some in pieces]
-            except asyncio.CancelledError:
-                await begun.stop()
-                raise
+            works = [begun(self.pin_all(owner, some, ttl_s)) async for some in OneATurn().each(names, AT_ONCE)]
         return [state for states in await every(works) for state in states]
 
     @functools.cached_property
