@@ -340,7 +340,9 @@ class Story(Node):
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
             known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
-            known = {key for key in known if key not in self.came or self.users[key] == {engine}}
+            # What comes up from a bucket, too, belongs to who loads it first, also if another engine had stored it.
+            comes = self.came.union(self.keys if "b" in self.shape else ())
+            known = {key for key in known if key not in comes or self.users[key] == {engine}}
             used = {key for key in gone if self.found_at < self.loaded.get(key, -1.0) < began - USED_S}
             known |= {key for key in used if self.users[key] == {engine} and not self.drained}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
