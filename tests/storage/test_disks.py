@@ -310,9 +310,14 @@ class HungDisk(HungFiles, Disk):
 
 def hung_disks(tmp_path: Path) -> Disks:
     section = FileStorageSection(path=[str(tmp_path / name) for name in "ab"], capacity=Capacities.parse(EACH))
-    each = [HungDisk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks]
-    each[1].answers_s = 0.05  # the other one may be late, on a busy machine
-    return Disks(each)
+    return Disks([HungDisk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
+
+
+def hang(store: Disks, tmp_path: Path) -> Path:
+    """Have the second disk hang, which soon counts as such, until this file is removed."""
+    store._all[1].answers_s = 0.05  # of this disk alone: others may be late, on a busy machine
+    (hangs := tmp_path / "b.hangs").touch()
+    return hangs
 
 
 @pytest.mark.parametrize(("stores", "most"), [(False, 99), (True, 99), (True, 0)], ids=["idle", "stores", "and orders"])
@@ -327,7 +332,7 @@ async def test_neither_a_purge_nor_a_pin_waits_for_a_disk_that_hangs(
     await put(harness, names(40))
     ill = store._all[1]
     before = len(ill._index)
-    (hangs := tmp_path / "b.hangs").touch()
+    hangs = hang(store, tmp_path)
     storing = asyncio.ensure_future(put(harness, names(20, 40))) if stores else None
     if stores:
         await until(
@@ -348,6 +353,25 @@ async def test_neither_a_purge_nor_a_pin_waits_for_a_disk_that_hangs(
     assert not on_disk(tmp_path / "b")
 
 
+async def test_a_disk_that_hangs_at_a_start_returns_when_it_answers(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start waited for it, and so nothing was served."""
+    monkeypatch.setattr("transferd.storage.disks.REST_S", 0.01)
+    harness = await open_storage(hung_disks(tmp_path))
+    await put(harness, names(40))
+    await harness.storage.close()
+    store = hung_disks(tmp_path)
+    good, ill = store._all
+    hangs, good.answers_s = hang(store, tmp_path), 3.0
+    again = await open_storage(store)
+    assert ill.lost == "it does not answer"
+    assert await there(again, names(40)) == {one for one in names(40) if good.has(one)} != set()
+    hangs.unlink()
+    await until(lambda: not ill.lost, "it answers")
+    assert await there(again, names(40)) == set(names(40))
+
+
 async def test_a_list_that_hung_says_nothing_of_orders_that_were_given_since(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +379,7 @@ async def test_a_list_that_hung_says_nothing_of_orders_that_were_given_since(
     store = hung_disks(tmp_path)
     harness = await open_storage(store)
     await put(harness, names(40))
-    (hangs := tmp_path / "b.hangs").touch()
+    hangs = hang(store, tmp_path)
     await store.keeper.pin(EngineOwner("e", 1), names(40), 60.0, 0.5)
     assert store._all[1].lost
     monkeypatch.setattr(orders, "MOST_ORDERS", 0)

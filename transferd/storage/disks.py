@@ -26,7 +26,7 @@ import structlog
 from transferd.blocks.keys import encode_text
 from transferd.config import Config, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
-from transferd.runtime.aio import every, uncancelled
+from transferd.runtime.aio import Background, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction
@@ -80,15 +80,15 @@ class Disk(FileStorage):
             self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s or REST_S)
         return not self.lost
 
-    async def mounts(self) -> dict[str, str]:
-        """What its list of orders says of mount points, before the disk is opened."""
+    async def read_mounts(self) -> dict[str, str]:
+        """Read what its list of orders says of mount points, before the disk is opened."""
         self._threads.open()
         with contextlib.suppress(OSError):  # `enter` says so
             await self._in_thread(self.ledger.read, "orders of the store")
         return self.ledger.listed.mounts
 
     async def enter(self) -> None:
-        await self.mounts()  # what is there now: its file system may have gone since a try before
+        await self.read_mounts()  # what is there now: its file system may have gone since a try before
         point, home = self._book.mounts.get(self.path), self._directory.home
         if self.ledger.listed.epoch is not None:  # the store itself is there, perhaps with another mount point
             point = None
@@ -138,6 +138,7 @@ class Disks(Storage, Index):
         self.slots_at_once = min(MOST_SLOTS, sum(disk.slots_at_once or 1 for disk in disks))
         # one that fails on a disk goes on on another, so a purge of each disk waits for all
         self._stores = RunningCalls()
+        self._starting = Background()  # reads of lists of orders, of disks that may hang
         chains = [disk.chains for disk in disks]
         for disk in disks:
             disk.share(self._keeper)
@@ -162,14 +163,19 @@ class Disks(Storage, Index):
         """Open all disks. Raises ConfigError if none works, or if one is misconfigured or in use."""
         try:
             paths = {disk.path for disk in self._all}
-            for disk in self._all:
-                self._book.mounts |= {path: at for path, at in (await disk.mounts()).items() if path in paths}
-            problems = [await self._try(disk, disk.enter) for disk in self._all]
-            there = [disk for disk, problem in zip(self._all, problems, strict=True) if problem is None]
-            await self._begin(there)
+            reading = [self._starting.begin(disk.read_mounts()) for disk in self._all]
+            await asyncio.wait(reading, timeout=max(disk.answers_s for disk in self._all))
+            for disk, ends in zip(self._all, reading, strict=True):
+                if ends.done():
+                    self._book.mounts |= {path: at for path, at in ends.result().items() if path in paths}
+                else:  # it returns when it answers
+                    disk.fail("it does not answer", REST_S)
+            problems = [await self._try(disk, disk.enter) for disk in self._live]
+            await self._begin(there := self._live)
             problems += [await self._try(disk, disk.take_up) for disk in there]
             if not self._live:
-                raise next(problem for problem in problems if problem is not None)
+                silent = ConfigError("storage.file.path", "no disk answers", self._all[0].path)
+                raise next((problem for problem in problems if problem is not None), silent)
         except BaseException:
             for disk in self._all:
                 await disk.close()
