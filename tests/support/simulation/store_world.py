@@ -239,7 +239,7 @@ class Story(Node):
         blocks, own = self.blocks[engine], self._take(engine, len(keys))
         if own is None:
             return
-        life, reading = self.lives, Reading(keys, self)
+        life, reading = self.lives, Reading(keys, engine, self)
         for key in keys:
             self.users[key].add(engine)
         self.tasks += 1
@@ -250,10 +250,13 @@ class Story(Node):
         result, given_up = await self.submit(engine, task)
         if life != self.lives:
             return
+        self.note_starved()
         self.reading.remove(reading)
         self.seen[f"read {result.status}"] += 1
         if not given_up:
-            self.check_loaded(reading, {key for key, block in zip(keys, own, strict=True) if block in result.block_ids})
+            expired = result.error is not None and result.error.code == "expired"
+            loaded = {key for key, block in zip(keys, own, strict=True) if block in result.block_ids}
+            self.check_loaded(reading, loaded, expired=expired)
         for key, block in zip(keys, own, strict=True):
             if block in result.block_ids:
                 self.loaded[key] = self.loop.time()
@@ -427,6 +430,7 @@ class Story(Node):
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:
             self.harmed()
+            self.note_starved()
             self.found_at = math.inf
             held = [name for name in self.names.values() if medium.has(name)]
             medium.come_back(self.chance.choice(["same", "same", "empty", "image"]))
@@ -452,6 +456,7 @@ class Story(Node):
 
     def _heal(self) -> None:
         self.bucket.fail("")
+        self.note_starved()
         for medium in self.media:
             if medium.fault or medium.hangs:
                 self.found_at = math.inf  # until it is found again, which nobody says
