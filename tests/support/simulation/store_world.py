@@ -505,6 +505,7 @@ class Story(Node):
         self._heal()
         for medium in self.media:
             if medium.unwell:
+                self.found_at = math.inf  # a drain that still runs cannot count what this one brings back
                 medium.come_back("same")
         self.pace(CALM)
         self.loop.note("all is well")
