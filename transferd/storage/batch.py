@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 
@@ -76,7 +76,8 @@ class Read(msgspec.Struct, frozen=True):
 W = TypeVar("W", Read, Write)
 
 
-class NativeBatch(NamedTuple, Generic[W]):
+@dataclass(slots=True)
+class NativeBatch(Generic[W]):
     """A native call that stores or loads these objects, at least one, as far as nothing about them is unusual.
 
     ended: called once, on the loop, when it has ended or failed: the answer for each, or None if that is left.

@@ -80,7 +80,7 @@ class Effects:
         """The same for a native call. Returns the answers for the objects that are not left, by position."""
         if native is None:
             return {}
-        work, call, ended = native
+        work, call = native.work, native.call
         call.threads = min(call.items, self._shares, at_once or self._shares)
         times = call.threads if call.calls else 1
         verb = "store" if direction is Direction.OUT else "load"
@@ -88,7 +88,7 @@ class Effects:
         try:
             await every(self._threads.run(direction, call, told) for _ in range(times))
         finally:
-            answers = ended()
+            answers = native.ended()
         both = zip(work, answers, strict=True)
         return {one.position: answer for one, answer in both if answer is not None}
 

@@ -6,6 +6,7 @@ files = SimFiles(section_of([medium], capacity), [medium], clock, threads)     #
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import random
@@ -255,11 +256,11 @@ class SimDirectory(ObjectDirectory):
                     self.medium.left(write.victims[0].name)
             return made
 
-        return native._replace(call=_CallOfMedium(native.call, self.medium), ended=ended)
+        return dataclasses.replace(native, call=_CallOfMedium(native.call, self.medium), ended=ended)
 
     def loading(self, *how: Any) -> NativeBatch[Read]:
         native = super().loading(*how)
-        return native._replace(call=_CallOfMedium(native.call, self.medium))
+        return dataclasses.replace(native, call=_CallOfMedium(native.call, self.medium))
 
     def read(self, name: str, slot: memoryview, take: Take | None = None) -> bool | Outcome:
         if self.medium.fault == errno.EIO:
