@@ -36,7 +36,8 @@ PUSHY_S, MOST_REFUSED = 10.0, 60  # a bucket that refuses is written to so often
 class Reading:
     """A read that runs. kept: of each key, the promise about it at its begin. begun: what it read when a purge came.
 
-    starved: whether its engine had no slot left for reads at its end, or as disks stopped hanging.
+    starved: whether at its end, or as disks stopped hanging, its engine had no slot left for reads, or one of its keys
+    lay on such a disk.
     """
 
     def __init__(self, keys: Sequence[str], engine: str, judge: Judge) -> None:
@@ -202,11 +203,14 @@ class Judge:
         """A read has ended, or disks are about to stop hanging: now it shows which reads had no slot left.
 
         A call keeps its slots until it ends (docs/faults.md), and an engine here has two for reads. So while two reads
-        of a disk that hangs hold these, a read of another disk, too, waits until its deadline.
+        of a disk that hangs hold these, a read of another disk, too, waits until its deadline. So does what one call
+        reads together with what lies on the disk that hangs.
         """
-        for one in self.reading if any(medium.hangs for medium in self.media) else ():
+        hanging = [medium for medium in self.media if medium.hangs]
+        for one in self.reading if hanging else ():
             hosted = self.daemon.engines.get(one.engine)
             one.starved |= hosted is not None and not hosted.workers[0].context.staging._shares["read"].free
+            one.starved |= any(medium.has(self.names[key]) for medium in hanging for key in one.keys)
 
     def check_loaded(self, reading: Reading, loaded: set[str], *, expired: bool) -> None:
         """A read has ended, with these keys."""
