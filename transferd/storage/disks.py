@@ -174,7 +174,7 @@ class Disks(Storage, Index):
             await self._begin(there := self._live)
             problems += [await self._try(disk, disk.take_up) for disk in there]
             if not self._live:
-                silent = ConfigError("storage.file.path", "no disk answers", self._all[0].path)
+                silent = ConfigError("storage.file.path", "no disk answers", [disk.path for disk in self._all])
                 raise next((problem for problem in problems if problem is not None), silent)
         except BaseException:
             for disk in self._all:

@@ -98,10 +98,14 @@ class Patience:
         if self._slow >= SLOW_CALLS:
             self._out_until = self._now() + OUT_S
 
-    def hangs(self, call: asyncio.Future[Any]) -> None:
-        """Note that a call that nobody has timed hangs, until it ends."""
-        self.late()
-        call.add_done_callback(lambda _: self.returned(None))
+    async def watch(self, call: Awaitable[T], within_s: float) -> asyncio.Future[T]:
+        """Begin a call of which nobody has a measure, and wait for so many seconds. If it then runs, it hangs."""
+        running = asyncio.ensure_future(call)
+        await asyncio.wait([running], timeout=within_s)
+        if not running.done():
+            self.late()
+            running.add_done_callback(lambda _: self.returned(None))
+        return running
 
     @property
     def out(self) -> bool:

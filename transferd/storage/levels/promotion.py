@@ -6,7 +6,6 @@ above follows in the background. Buffers are bounded: a load never waits for a b
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -115,13 +114,8 @@ class Promotions:
         above, slots = [items[i] for i in fresh], [buffers[i].data for i in fresh]
         try:
             if (target := self.above(source)) is not None:
-                bringing = asyncio.ensure_future(
-                    self.bring(above, [source] * len(above), slots, target, born, "promoted")
-                )
-                await asyncio.wait([bringing], timeout=HANGS_S + sum(map(len, slots)) / MIB)
-                if not bringing.done():
-                    target.stores.hangs(bringing)
-                await bringing
+                bring = self.bring(above, [source] * len(above), slots, target, born, "promoted")
+                await (await target.stores.watch(bring, HANGS_S + sum(map(len, slots)) / MIB))
         except StorageError:
             pass  # a later use promotes them
         finally:

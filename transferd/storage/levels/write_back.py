@@ -122,11 +122,10 @@ class Carry:
 
         Nothing else is stored there until it has ended.
         """
-        storing, within_s = asyncio.ensure_future(copy), HANGS_S + nbytes / MIB
-        await asyncio.wait([storing], timeout=within_s)
+        within_s = HANGS_S + nbytes / MIB
+        storing = await level.stores.watch(copy, within_s)
         if not storing.done():
-            level.stores.hangs(late.begin(storing))
-            self._hang(storing, "a store", within_s)
+            self._hang(late.begin(storing), "a store", within_s)
         return storing.result()
 
     def _hang(self, call: asyncio.Future[Any], what: str, seconds: float) -> None:
