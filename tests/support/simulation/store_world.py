@@ -225,9 +225,10 @@ class Story(Node):
             and self.shape[0] == "m"
         ):
             assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
-        if result.status is Status.EXPIRED and not given_up and shared and self.shape[0] == "m":
+        late = result.status is Status.EXPIRED or any("not answered a copy" in str(rank.error) for rank in result.ranks)
+        if late and not given_up and shared and self.shape[0] == "m":
             calm = max(self.calm, self.bucket_calm + CALM_S)
-            assert began < calm, f"copies: a hand-over from memory to a healthy bucket expired: {result}"
+            assert began < calm, f"copies: a hand-over from memory to a healthy bucket is late: {result}"
 
     def _read(self) -> Any:
         keys = self.latest if self.latest and self.chance.random() < 0.3 else self.draw(4)
