@@ -500,6 +500,7 @@ async def test_a_level_to_which_copies_hang_costs_stores_and_other_levels_nothin
 ) -> None:
     """Once its queue was full, each store waited for it for half of its time, and nothing said that it hangs."""
     monkeypatch.setattr(write_back, "HANGS_S", 0.01)
+    monkeypatch.setattr(write_back, "RETRY_S", 0.001)
     monkeypatch.setattr(storing, "WAIT_S", 1e6)
     disk = gated(MemoryStorage(memory_config(1024 * KIB)), "disk")
     pool = gated(MemoryStorage(memory_config(1024 * KIB)), "object", asks=True)
@@ -513,6 +514,8 @@ async def test_a_level_to_which_copies_hang_costs_stores_and_other_levels_nothin
     use.shared = True
     [answer] = await promise(store.storage, [Blob(name(9), store.buffer(KIB, content(9)), use)])
     assert isinstance(answer, Proof), "it has waited for nothing"
+    tried = back.answered
+    await until(lambda: back.answered > tried + 2, "it is tried again and again, and not called")
     row = store.storage.statistics()["levels"][1]
     assert (row["hanging"], row["available"], disk.waiting) == (1, False, 1), "nothing else is stored there"
     assert back.carry.nbytes + back.carry.hanging_bytes == CARRY_BYTES
