@@ -293,28 +293,28 @@ class Server:
 
     def _later(self, client: KnownClient, seq: int, begin: Begin, body: wire.ControlRequest) -> None:
         """Begin work, and answer when it is done. The number and bytes of waiting requests are bounded."""
-        nbytes = held_bytes(body)
-        self._check_waiting(client, nbytes)
+        nbytes, uid = held_bytes(body), client.uid
+        self._check_waiting(client, uid, nbytes)
         work = begin()
         answer = self._answer(client, seq, work, body, again=client.behind)
         task = asyncio.get_running_loop().create_task(answer)
         self._waiting.add(task)
-        self._waiting_of[client.uid] += 1
+        self._waiting_of[uid] += 1
         client.waiting.add(task)
-        self._bytes_of[client.uid] += nbytes
-        task.add_done_callback(functools.partial(self._answered, client, seq, work, nbytes))
+        self._bytes_of[uid] += nbytes
+        task.add_done_callback(functools.partial(self._answered, client, uid, seq, work, nbytes))
 
-    def _check_waiting(self, client: KnownClient, nbytes: int) -> None:
+    def _check_waiting(self, client: KnownClient, uid: int | None, nbytes: int) -> None:
         """Raise `too_many_requests` unless one more request may wait."""
-        held, theirs = self._bytes_of.total(), self._bytes_of[client.uid]
+        held, theirs = self._bytes_of.total(), self._bytes_of[uid]
         if held + nbytes > MAX_WAITING_BYTES and theirs and theirs + nbytes > FEW_BYTES:
             what = f"waiting requests already hold {held} bytes, {theirs} of this user; try again later"
             raise TransferError(what, code="too_many_requests")
         if len(client.waiting) >= MAX_WAITING_PER_CLIENT:
             what = f"{MAX_WAITING_PER_CLIENT} requests of this client are waiting already"
             raise TransferError(what, code="too_many_requests")
-        if len(self._waiting) >= MAX_WAITING_REQUESTS and self._waiting_of[client.uid] >= FEW_WAITING:
-            what = f"{len(self._waiting)} requests are waiting already, {self._waiting_of[client.uid]} of this user"
+        if len(self._waiting) >= MAX_WAITING_REQUESTS and self._waiting_of[uid] >= FEW_WAITING:
+            what = f"{len(self._waiting)} requests are waiting already, {self._waiting_of[uid]} of this user"
             raise TransferError(what, code="too_many_requests")
 
     async def _answer(
@@ -325,12 +325,14 @@ class Server:
         except Exception as error:  # noqa: BLE001 - as in _received
             self._failed(client, seq, error, type(body), again=again)
 
-    def _answered(self, client: KnownClient, seq: int, work: Work, nbytes: int, task: asyncio.Task[None]) -> None:
-        self._bytes_of[client.uid] -= nbytes
+    def _answered(
+        self, client: KnownClient, uid: int | None, seq: int, work: Work, nbytes: int, task: asyncio.Task[None]
+    ) -> None:
+        self._bytes_of[uid] -= nbytes
         self._waiting.discard(task)
-        self._waiting_of[client.uid] -= 1
-        if not self._waiting_of[client.uid]:
-            del self._waiting_of[client.uid], self._bytes_of[client.uid]
+        self._waiting_of[uid] -= 1
+        if not self._waiting_of[uid]:
+            del self._waiting_of[uid], self._bytes_of[uid]
         client.waiting.discard(task)
         work.close()  # if the task was cancelled before its first step, `work` never began
         if task.cancelled() and self.clients.get(client.peer) is not None:  # else the client is gone
