@@ -123,7 +123,7 @@ class Engine:
         self.workers: list[Worker] = []
         self._tiers: list[ShmDeviceTier] = []
         self._making: threading.Thread | None = None
-        self._clients: list[SyncClient] = []
+        self.clients: list[SyncClient] = []
         self.processes: list[Any] = []
         self.address = address_at(self.cache_port)
         self.queue = common_engine.EngineCacheQueue(
@@ -180,15 +180,15 @@ class Engine:
         name = group._engine if token else ""
         made = SyncClient(self.endpoint, await_ready=False, engine=name, token=token)
         made.connect()
-        self._clients.append(made)
+        self.clients.append(made)
         return made
 
     def attach(self, *, again: bool = False) -> None:
         """The workers map what the daemon created, when they see cache_ready_signal. again: after a restart."""
         if again:
-            for client in self._clients:
+            for client in self.clients:
                 client.close()
-            self._clients.clear()
+            self.clients.clear()
         assert self.signals["cache_ready_signal"].value.tolist() == [1] * self.shape.tp
         client = self.client()
         self.workers = [Worker(rank, client.attach(rank)) for rank in range(self.shape.tp)]
@@ -239,7 +239,7 @@ class Engine:
 
     def _offered(self) -> bool:
         try:
-            client = next((one for one in self._clients if one.connected), None) or self.client()
+            client = next((one for one in self.clients if one.connected), None) or self.client()
             for tier in self._tiers:
                 client.offer(tier.rank, tier.handle())
         except TransferError:  # the group's own error is what a test looks at
@@ -334,7 +334,7 @@ class Engine:
         self.daemon.process.wait(TIMEOUT_S)
 
     def close(self) -> None:
-        for client in self._clients:
+        for client in self.clients:
             client.close()
         self.manager.cache_task_queue = Ended()
         status = getattr(self.manager, "prefix_tree_status_signal", None)

@@ -269,13 +269,14 @@ def test_a_worker_that_has_not_heard_of_new_weights_does_not_decide(loop: Loop) 
     loop.new_weights()
     worker_goes_on = _hold_up(worker)
     loop.service.ask("update_weights")
-    engine_goes_on = _hold_up(ours.client)
+    others_go_on = [_hold_up(one) for one in (ours.client, *made.clients) if one is not worker]
     loop.lose_directory()
     made.kill_daemon()
     worker_goes_on.set()
     wait_for(lambda: worker.connected and worker.boot_id != boot_id)
     assert worker.generation == before
-    engine_goes_on.set()
+    for one in others_go_on:
+        one.set()
     loop.ask("sleep")
     loop.finish("sleep")
     loop.works()
