@@ -479,7 +479,10 @@ async def test_two_hundred_followed_nodes_share_one_context(open_sockets: Open, 
     assert 200 * 4 < descriptors <= OWN_DESCRIPTORS + DESCRIPTORS_EACH * 200, "what it asks for before it starts"
 
 
-async def test_two_hundred_nodes_that_follow_late_know_everything(open_sockets: Open, tmp_path: Path) -> None:
+async def test_two_hundred_nodes_that_follow_late_know_everything(
+    open_sockets: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferd.daemon.kv_events.subscriber.ASK_AGAIN_S", 0.5)  # more ask at once than are answered
     sockets = open_sockets(endpoint=f"ipc://{tmp_path}/pub", buffer=4)
     held = {"STORAGE": set(range(800))}
     sockets.include(lambda: [announced_hashes(0, medium, hashes) for medium, hashes in held.items()])
