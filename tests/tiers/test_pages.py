@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,13 @@ from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.client.pages import Pages
 from transferd.config import CacheSection
 from transferd.errors import ConfigError, RequestError, TierError, TransferError
+from transferd.runtime.descriptors import seals_of
 from transferd.runtime.threads import ThreadPools
 from transferd.tiers.arrays import Region, locate_offered
 from transferd.tiers.base import DeviceHandle, DeviceTier
 from transferd.tiers.cuda import CudaDeviceTier, engine
 from transferd.tiers.extents import overlap
-from transferd.tiers.offered import DIRECTORY, PEER, seals_of
+from transferd.tiers.offered import DIRECTORY, PASSED, PEER
 from transferd.tiers.page_handles import cuda_pages, shm_pages
 from transferd.tiers.pinned import HostPool
 from transferd.tiers.segment import attach_arrays
@@ -369,6 +371,15 @@ async def test_a_descriptor_that_is_not_the_engines_own_memory_is_refused(
         await tier.attach(DeviceHandle("shm", data | change))
     assert refusal.value.reason == code
     assert open_memory_and_files() <= before, "nothing is left open"
+    os.close(fd)
+
+
+async def test_a_file_that_is_passed_under_the_name_of_memory_is_refused(tmp_path: Path, threads: ThreadPools) -> None:
+    """Its pages may lie on a mount that hangs: a copy, on the event loop as well, would never end."""
+    fd, data = spoilt("file", tmp_path)
+    passed = {"name": "test.nobody.made.this", PASSED: SimpleNamespace(numbers=[data.pop("fd")])}
+    with pytest.raises(RequestError, match="is not shared memory"):
+        await ShmDeviceTier(LAYOUT, 0, 0, threads).attach(DeviceHandle("shm", data | passed))
     os.close(fd)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -69,6 +71,39 @@ async def test_an_offer_gets_its_descriptors_whichever_comes_first(transport: Zm
     assert not any(transport.refused().values()), "to leave at once is what such a peer does"
 
 
+async def test_what_is_no_memory_is_closed_where_it_may_hang(transport: ZmqServerTransport) -> None:
+    """The last close of such a socket waits for its peer; that of a file may wait for a mount."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as lingers:
+        peer, _ = server.accept()
+        lingers.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                lingers.send(bytes(65536))
+        lingers.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 5))
+        memory = os.memfd_create("beside")
+        token = pass_descriptors(transport.endpoints[0], [lingers.fileno(), memory])
+        os.close(memory)
+        held = await passed(transport).take(os.getuid(), token)
+    del held
+    await until(lambda: copies("beside") == 0)
+    assert passed(transport).held[os.getuid()] == 1, "it counts until it is closed"
+    peer.close()
+    await until(lambda: not passed(transport).held.total())
+
+
+async def test_who_has_too_many_open_passes_no_more(
+    transport: ZmqServerTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passing, "MOST_HELD", 4)
+    fd = os.memfd_create("many")
+    kept = await passed(transport).take(os.getuid(), pass_descriptors(transport.endpoints[0], [fd, fd]))
+    pass_descriptors(transport.endpoints[0], [fd])
+    await until(lambda: transport.refused()["protocol_error"] == 1)
+    os.close(fd)
+    assert copies("many") == 2
+    del kept
+
+
 async def test_another_user_or_token_gets_nothing_and_what_is_late_is_closed(
     transport: ZmqServerTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +131,7 @@ async def test_one_user_takes_half_of_the_room_and_another_has_the_rest(
         with pytest.raises(TierError, match="have not arrived"):
             await passed(transport).take(user, pass_descriptors(endpoint, [fd]))
     ours = array.array("i", [os.dup(fd)]).tobytes()
-    others = passing.Descriptors([(socket.SOL_SOCKET, socket.SCM_RIGHTS, ours)])
+    others = passed(transport).received(user + 1, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, ours)])
     passed(transport).arrived(user + 1, b"t" * TOKEN_BYTES, others)
     assert passed(transport).held.total() == 3, "another user has room"
     del kept

@@ -7,6 +7,7 @@ bounds connections well below that (wire/acceptor.py). Half of a low limit stays
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import resource
 import stat
@@ -79,6 +80,14 @@ def never_waiting(fd: int) -> int:
         with contextlib.suppress(OSError):
             return os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     return fd
+
+
+def seals_of(fd: int) -> int | None:
+    """The seals of shared memory; None for any other file. It asks no file system, which could hang."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return None
 
 
 def check_free(number: int, what: str) -> None:

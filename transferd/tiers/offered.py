@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from transferd.errors import RequestError, TierError
+from transferd.runtime.descriptors import seals_of
 from transferd.tiers.populate import allocate
 from transferd.wire.credentials import hidden
 
@@ -75,6 +76,7 @@ def _copied(numbers: Sequence[int], which: int, label: str) -> int:
     """A descriptor of our own for one that a client has passed. Raises RequestError."""
     if which >= len(numbers):
         raise RequestError(f"no descriptor was passed for the memory of {label}", code="bad_value")
+    _check_shared(numbers[which], label)  # before all else: another file may be on a mount that hangs
     if fcntl.fcntl(numbers[which], fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH) != os.O_RDWR:
         raise RequestError(f"the descriptor that was passed for {label} cannot be written", code="not_attachable")
     return fcntl.fcntl(numbers[which], fcntl.F_DUPFD_CLOEXEC, 0)
@@ -133,15 +135,24 @@ def _check_owner(found: os.stat_result, label: str, uid: int) -> None:
         raise RequestError(what, code=NOT_YOURS)
 
 
+def _check_shared(fd: int, label: str) -> int:
+    """The seals of shared memory. Raises RequestError for a file: its pages come from a medium that may hang.
+
+    A thread that touches such a page then waits without an end, and cannot even be killed.
+    """
+    seals = seals_of(fd)
+    if seals is None:
+        raise RequestError(f"{label} is not shared memory", code="not_attachable")
+    return seals
+
+
 def _check(fd: int, label: str, uid: int, nbytes: int, *, sealable: bool) -> None:
+    seals = _check_shared(fd, label)
     found = os.fstat(fd)
     _check_owner(found, label, uid)
-    seals = seals_of(fd)
-    if seals is None and sealable:
-        raise RequestError(f"{label} is not shared memory", code="not_attachable")
-    if seals is not None and seals & _NO_WRITES:
+    if seals & _NO_WRITES:
         raise RequestError(f"the memory of {label} is sealed against writing", code="not_attachable")
-    if sealable and not (seals or 0) & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
+    if sealable and not seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
         what = f"the memory of {label} could shrink while it is mapped: seal it with F_SEAL_SHRINK"
         raise RequestError(what, code=UNSEALED)
     if found.st_size < nbytes:
@@ -222,14 +233,6 @@ def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(left.get(MORE), list):
         left[MORE] = [_without(keys, one) if isinstance(one, Mapping) else one for one in left[MORE]]
     return left
-
-
-def seals_of(fd: int) -> int | None:
-    """The seals of shared memory; None for any other file."""
-    try:
-        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError:
-        return None
 
 
 def sealed(fd: int) -> None:

@@ -222,6 +222,7 @@ class Acceptor:
         self._linger()
         for connection in [*self._shaking, *self.connections.values()]:
             connection.end()
+        self.passed.close()
         for lock in self._locks:
             lock.release()
         self._locks.clear()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from transferd.runtime.aio import Timer
 from transferd.runtime.loop_turns import FRAMES, LoopTurns, Spent, now
 from transferd.wire.credentials import Credentials
-from transferd.wire.passing import ANCILLARY, MARK, TOKEN_BYTES, Descriptors, Passed
+from transferd.wire.passing import MARK, TOKEN_BYTES, Descriptors, Passed
 from transferd.wire.shares import UNBUDGETED, Room, User
 from transferd.wire.zmtp import (
     COMMAND,
@@ -222,13 +222,14 @@ class ZmtpConnection:
 
     def _first(self) -> bytes:
         """The first bytes of a peer of a unix socket. A peer that passes descriptors has done all that it came for."""
-        data, ancillary, _, _ = self._sock.recvmsg(CHUNK, ANCILLARY, sockets.MSG_CMSG_CLOEXEC)
+        passed = self._acceptor.passed
+        data, ancillary, _, _ = self._sock.recvmsg(CHUNK, passed.room(self.user), sockets.MSG_CMSG_CLOEXEC)
         if ancillary or data.startswith(MARK):
-            descriptors, refusal = Descriptors(ancillary), self.door.refusal(self.credentials)
+            descriptors, refusal = passed.received(self.user, ancillary), self.door.refusal(self.credentials)
             if refusal or self.observer or not descriptors.numbers or len(data) != len(MARK) + TOKEN_BYTES:
                 self.break_off(refusal or "protocol_error", "it may not pass descriptors, or not in this way")
             else:
-                self._acceptor.passed.arrived(self.user, data[len(MARK) :], descriptors)
+                passed.arrived(self.user, data[len(MARK) :], descriptors)
                 self.end()
         return data
 

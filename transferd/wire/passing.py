@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
+import functools
 import os
 import socket as sockets
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from transferd.errors import TierError
+from transferd.errors import Closed, NoThreads, TierError
 from transferd.runtime.compat import wait_for
+from transferd.runtime.descriptors import seals_of
+from transferd.runtime.threads import Crew
 from transferd.wire.shares import User
 
 MARK = b"\x01transferd"  # no greeting of ZMTP begins so
@@ -46,17 +50,11 @@ def pass_descriptors(endpoint: str, descriptors: Sequence[int]) -> bytes:
 
 
 class Descriptors:
-    """Descriptors that this process owns; they are closed once nothing refers to this."""
+    """Descriptors that this process owns, until nothing refers to this. close: then called with them."""
 
-    def __init__(self, ancillary: Ancillary) -> None:
-        """ancillary: what came with a message."""
-        numbers = array.array("i")
-        for level, kind, data in ancillary:
-            if (level, kind) == (sockets.SOL_SOCKET, sockets.SCM_RIGHTS):
-                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-        self.numbers = tuple(numbers)
-        for number in self.numbers:
-            weakref.finalize(self, os.close, number).atexit = False
+    def __init__(self, numbers: Sequence[int], close: Callable[[Sequence[int]], None]) -> None:
+        self.numbers = numbers
+        weakref.finalize(self, close, numbers).atexit = False
 
 
 class Passed:
@@ -68,18 +66,54 @@ class Passed:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived: dict[tuple[User, bytes], asyncio.Future[Descriptors]] = {}
+        self._closing = Crew("transferd-close", 1)
         self.held: Counter[User] = Counter()
 
+    def room(self, user: User) -> int:
+        """How many bytes of ancillary data to take from this user now."""
+        return ANCILLARY if self.held[user] < MOST_HELD // 2 and self.held.total() < MOST_HELD else 0
+
+    def received(self, user: User, ancillary: Ancillary) -> Descriptors:
+        """Own what came with a message of this user."""
+        numbers = array.array("i")
+        for level, kind, data in ancillary:
+            if (level, kind) == (sockets.SOL_SOCKET, sockets.SCM_RIGHTS):
+                numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+        self.held[user] += len(numbers)
+        return Descriptors(tuple(numbers), functools.partial(self._close, user))
+
     def arrived(self, user: User, token: bytes, descriptors: Descriptors) -> None:
-        """Keep descriptors for the offer that names the token; close those that are too many."""
-        count = len(descriptors.numbers)
-        if self.held[user] + count > MOST_HELD // 2 or self.held.total() + count > MOST_HELD:
+        """Keep descriptors for the offer that names the token, unless they are too many."""
+        if self.held[user] > MOST_HELD // 2 or self.held.total() > MOST_HELD:
             return
         waiting = self._waiting((user, token))
         if not waiting.done():
-            self.held[user] += count
-            weakref.finalize(descriptors, self.held.subtract, {user: count}).atexit = False
             waiting.set_result(descriptors)
+
+    def close(self) -> None:
+        """Wait for nothing that hangs."""
+        self._closing.close(0.0)
+
+    def _close(self, user: User, numbers: Sequence[int]) -> None:
+        """Close memory now, and anything else in a thread: a file on a mount, or a socket that lingers, may hang."""
+        others = [number for number in numbers if seals_of(number) is None]
+        for number in numbers:
+            if number not in others:
+                os.close(number)
+        self.held[user] -= len(numbers) - len(others)
+        if others:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this process ends
+                self._loop.call_soon_threadsafe(self._close_apart, user, others)
+
+    def _close_apart(self, user: User, numbers: Sequence[int]) -> None:
+        def close() -> None:
+            for number in numbers:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+
+        with contextlib.suppress(NoThreads, Closed):  # they stay open, and count
+            closing = self._closing.run(close, "closing what a client has passed, which is no memory")
+            closing.add_done_callback(lambda _: self.held.subtract({user: len(numbers)}))
 
     async def take(self, user: User, token: bytes) -> Descriptors:
         """What this user has passed, or is passing, with this token. Raises TierError."""
