@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import sys
 from collections import OrderedDict
@@ -12,6 +13,7 @@ import pytest
 from tests.storage.harness import Harness, Open, file_config, memory_config
 from tests.support.blobs import get, promise, put
 from tests.support.gated_storage import gated, stack
+from tests.support.waits import until
 from transferd.config import Config, LevelSection, from_tree
 from transferd.errors import Closed, ConfigError, StorageError
 from transferd.storage.base import FOUND, STORED, Blob, Found, Item, Storage
@@ -142,6 +144,23 @@ async def test_objects_copied_down_are_there_after_a_restart(open_storage: Open,
     again = await open_storage(stack(*memory_above_file(tmp_path, [10, 50])))
     got = await again.get(*((name(i), NBYTES) for i in range(8)))
     assert [(outcome.level, data) for outcome, data in got] == [(1, content(i)) for i in range(8)]
+
+
+async def test_a_level_that_hangs_at_close_keeps_no_other_from_closing(open_storage: Open, tmp_path: Path) -> None:
+    hangs = asyncio.Event()
+
+    class Hangs(MemoryStorage):
+        async def close(self) -> None:
+            await hangs.wait()
+            await super().close()
+
+    lower = FileStorage(file_config(tmp_path, 50 * NBYTES), unit=1)
+    store = await open_storage(stack(Hangs(memory_config(10 * NBYTES)), lower))
+    closing = asyncio.ensure_future(store.storage.close())
+    await until(lambda: lower._directory.home.lock.problem(), "it has closed, and another daemon may have it")
+    assert not closing.done()
+    hangs.set()
+    await closing
 
 
 async def test_statistics_have_a_row_for_each_level(open_storage: Open, tmp_path: Path) -> None:

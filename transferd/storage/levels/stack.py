@@ -204,7 +204,7 @@ class LevelsStorage(Storage, Index, Levels):
         await self._leaving.close()
         await self._touching.close()
         prefetched = self._prefetcher.close()
-        errors: list[StorageError | StillRunning] = []
+        errors: list[BaseException] = []
         ends = [
             *(one.close() for one in self.write_backs),
             self._promotions.running.ended(),
@@ -220,15 +220,24 @@ class LevelsStorage(Storage, Index, Levels):
                 one.carry.close()
             self._prefetcher.carry.close()
             self._promotions.buffers.close()
-        for level in self.all_levels:  # a pool last: its close stops the process for seconds
-            try:
-                await level.storage.close()
-            except (StorageError, StillRunning) as error:
-                errors.append(error)
+        errors += await self._close_levels(0.0 if hanging else CLOSE_S)
         if still := await closed(self._threads):
             errors.append(StillRunning(f"{self.backend} storage: {'; '.join(still)}"))
         if errors:
             raise errors[0]
+
+    async def _close_levels(self, within_s: float) -> list[BaseException]:
+        """All at once, so that none waits for one that hangs; a pool last, as its close stops the process for seconds.
+
+        within_s: how long a pool waits for the others. Returns their errors.
+        """
+        each = [level.storage for level in self.all_levels]
+        closing = [asyncio.ensure_future(one.close()) for one in each if one.pool is None]
+        if closing:
+            await asyncio.wait(closing, timeout=within_s)
+        closing += [asyncio.ensure_future(one.close()) for one in each if one.pool is not None]
+        ended = await asyncio.gather(*closing, return_exceptions=True)
+        return [one for one in ended if one is not None]
 
     def abandon(self) -> list[str]:
         return [call for level in self.all_levels for call in level.storage.abandon()] + self._threads.under_way()
