@@ -622,6 +622,19 @@ async def test_an_engine_that_reconnects_keeps_its_memory_mapped(start: Start, e
         await until(lambda: cache.missing == [0, 1], "the offer went with its last connection")
 
 
+async def test_what_was_offered_before_a_refused_offer_is_offered_to_the_next_daemon(
+    start: Start, endpoint: str
+) -> None:
+    first = await start(ownership="attach")
+    async with Engine() as engine, Engine() as other, Client(endpoint, await_ready=False) as client:
+        await engine.offer(client)
+        with pytest.raises(RequestError, match="rank 0 has its memory from process"):
+            await client.offer(0, other.handle(0))
+        await first.stop(lambda: 5.0)
+        second = await start(ownership="attach")
+        await until(lambda: not second.default.cache.missing, "both ranks have their memory again")
+
+
 async def test_an_engine_offers_again_by_itself_to_a_daemon_that_was_restarted(start: Start, endpoint: str) -> None:
     first = await start(ownership="attach")
     async with Engine() as engine, Client(endpoint, await_ready=False) as client:

@@ -97,13 +97,17 @@ class Offers:
         inodes = inodes_of(data) if kind == "shm" else ()
         offer = _KeptOffer(rank, kind, data, session.boot_id, session.epoch, inodes)
         known = self._made.get(rank) == offer  # then its blocks may be in use, so no canary
-        if not known:
-            self._made.pop(rank, None)  # an earlier one must not be repeated meanwhile
-        if caches is not None and not known:
-            with laid(caches, block) as canary:
-                checked = replace(offer, data=data | {KEY: canary})
-                await self._conversation.request(checked.said(self._conversation), CONTROL_TIMEOUT_S)
-        await self._conversation.request(offer.said(self._conversation), CONTROL_TIMEOUT_S)
+        before = None if known else self._made.pop(rank, None)  # it must not be repeated meanwhile
+        try:
+            if caches is not None and not known:
+                with laid(caches, block) as canary:
+                    checked = replace(offer, data=data | {KEY: canary})
+                    await self._conversation.request(checked.said(self._conversation), CONTROL_TIMEOUT_S)
+            await self._conversation.request(offer.said(self._conversation), CONTROL_TIMEOUT_S)
+        except TransferError as error:
+            if before is not None and changed_nothing(error):  # the daemon still has that memory
+                self._made.setdefault(rank, before)
+            raise
         self._made[rank] = offer
         self._repeating[rank] = Repeating((session.boot_id, session.session, session.epoch))
 
