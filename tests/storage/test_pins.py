@@ -95,3 +95,16 @@ def test_restored_pins_name_present_objects_and_take_at_most_half_of_the_store()
         pins.close()
 
     simulate(story, 1)
+
+
+def test_restored_pins_of_about_one_end_share_a_timer_and_none_ends_too_soon() -> None:
+    async def story(_: object) -> list[int]:
+        pins, seen = Pins(filled()[0]), list[int]()
+        pins.restore([(f"n{depth}", A, 5.0 + depth / 10) for depth in range(5)])
+        assert len({id(pin) for pinned in pins._pins.values() for pin in pinned.values()}) == 2
+        for seconds in (4.99, 0.9, 0.2):
+            await asyncio.sleep(seconds)
+            seen.append(len(pins))
+        return seen
+
+    assert simulate(story, 1) == [5, 4, 0]

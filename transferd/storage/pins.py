@@ -9,7 +9,8 @@ Time comes from the loop: a timer for the pins of each request. orders.py keeps 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,15 +79,19 @@ class Pins:
     def restore(self, kept: Sequence[tuple[str, Hashable, float]]) -> None:
         """Restore the pins of an earlier life, for objects that are there and as far as pins may take room.
 
-        kept: of each, the object's name, the owner, and for how many seconds.
+        kept: of each, the object's name, the owner, and for how many seconds; it lasts up to a second longer.
         """
         room = MOST_PINNED * self._index.capacity - self.pinned
+        together = defaultdict[tuple[Hashable, int], list[Entry]](list)  # a timer for each object would take long
         for name, owner, left_s in kept:
             if (entry := self._index.get(name)) is None:
                 continue
             room -= 0 if entry.pinned else self._index.size(entry.nbytes)
             if room >= 0:
-                self.pin(owner, [entry], left_s)
+                self._index.pin(entry)
+                together[owner, math.ceil(left_s)].append(entry)
+        for (owner, seconds), entries in together.items():
+            self.pin(owner, entries, seconds)
 
     def pin(self, owner: Hashable, entries: Sequence[Entry], ttl_s: float) -> None:
         """Pin these for so many seconds from now; that replaces the owner's earlier pins of them."""
