@@ -616,8 +616,8 @@ MUTANTS = (
     Mutant(
         "a purge removes what a load reads",
         "storage/indexed.py",
-        "        return asyncio.shield(self._stuck.remove(gone, after=unread))",
-        "        unread.close()\n        return asyncio.shield(self._stuck.remove(gone))",
+        "        return self._stuck.remove(gone, after=unread)",
+        "        unread.close()\n        return self._stuck.remove(gone)",
         finder="store_world",
     ),
     Mutant(

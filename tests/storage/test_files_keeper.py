@@ -30,9 +30,10 @@ from tests.storage.real_disks import (
     there,
     writable,
 )
+from tests.support.hung_files import HANGS, HungFiles
 from tests.support.waits import until
 from transferd.errors import ConfigError, StorageError
-from transferd.storage import journal, ledger, orders
+from transferd.storage import effects, journal, ledger, orders
 from transferd.storage.base import Found
 from transferd.storage.directory import ObjectDirectory
 from transferd.storage.disks import Disks
@@ -787,3 +788,24 @@ async def test_pins_end_with_a_store_that_returns_on_a_file_system_of_other_unit
     assert (len(pins), pins.taken("a lease")) == (0, 0)
     await storage.keeper.hold("a lease", names(1), 600.0, 0.5)
     assert pins.taken("a lease") == 2 * 8192
+
+
+async def test_a_load_that_hangs_keeps_no_purge_for_ever_and_no_other_one_from_its_end(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes orders, so it is not lost: no purge was answered, and no copy of what they named committed."""
+    monkeypatch.setattr(effects, "PATIENCE_S", 0.05)
+    harness = await open_storage(HungFiles(file_config(tmp_path / "a", EACH)))
+    read, other = names(1)
+    await put(harness, [read, other])
+    (hangs := tmp_path / f"a{HANGS}").touch()
+    reading = asyncio.ensure_future(there(harness, [read]))
+    await until(lambda: harness.storage._traffic.reads.has(read))  # type: ignore[attr-defined]
+    with pytest.raises(StorageError, match="a load of these objects hangs"):
+        await keeper(harness).purge(Selection(frozenset([read])))
+    assert (await keeper(harness).purge(Selection(frozenset([other])))).objects == 1
+    assert len(on_disk(tmp_path / "a")) == 1
+    hangs.unlink()
+    assert await reading == {read}, "its bytes were there until it had ended"
+    await until(lambda: not on_disk(tmp_path / "a"))
+    assert (await keeper(harness).purge(Selection(model="m"))).not_reached == []

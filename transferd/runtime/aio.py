@@ -156,10 +156,15 @@ class Background:
             piece.cancel()
         await self.settled()
 
+    @property
+    def running(self) -> set[asyncio.Future[Any]]:
+        """Those that run now."""
+        return self._running.copy()
+
     async def ended(self) -> None:
         """Wait for those that run now."""
         if self._running:
-            await asyncio.wait(set(self._running))
+            await asyncio.wait(self.running)
 
     def __len__(self) -> int:
         return len(self._running)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StorageError
 from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.threads import Direction, SharedItems, Threads
-from transferd.storage.batch import Answer, NativeBatch, Read, W, Write, bare
+from transferd.storage.batch import PATIENCE_S, Answer, NativeBatch, Read, W, Write, bare
 from transferd.storage.running import RunningCalls
 
 S = TypeVar("S")
@@ -28,7 +28,7 @@ class Effects:
     shares: how many threads work on the items of one call.
     quick: run background effects on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
-    ended, end: wait for the effects that are in the background now, or until none is.
+    end: waits until no effect is in the background.
     background: begins another one there.
     """
 
@@ -38,8 +38,20 @@ class Effects:
         self._threads = threads
         self._shares = shares
         self._quick = quick
-        background = Background(awaited=False)
-        self.background, self.ended, self.end = background.begin, background.ended, background.settled
+        self._background = background = Background(awaited=False)
+        self._held = set[Any]()  # of those, what has yet to begin: it waits for a call
+        self.background, self.end = background.begin, background.settled
+
+    async def ended(self, which: Iterable[asyncio.Future[Any]] | None = None) -> set[asyncio.Future[Any]]:
+        """Wait for these effects, or for all that are in the background now.
+
+        Returns those that wait for a call that hangs: nobody knows when they will begin.
+        """
+        waiting, hanging = self._background.running if which is None else set(which), set[asyncio.Future[Any]]()
+        while waiting > hanging:
+            _, waiting = await asyncio.wait(waiting, timeout=PATIENCE_S)
+            hanging = waiting & self._held
+        return hanging
 
     def occupy(self, names: Sequence[str], done: asyncio.Future[None]) -> None:
         """Mark an effect on these names as running until `done`."""
@@ -123,7 +135,11 @@ class Effects:
         async def leave() -> T:
             try:
                 if after is not None:
-                    await after
+                    self._held.add(asyncio.current_task())
+                    try:
+                        await after
+                    finally:
+                        self._held.discard(asyncio.current_task())
                 if self._quick:
                     errors = [attempt(name) for name in names]
                 else:

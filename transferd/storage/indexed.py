@@ -572,10 +572,13 @@ class IndexedStorage(Index, Storage):
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         unread = self._traffic.reads.without([victim.name for victim in gone])
-        return asyncio.shield(self._stuck.remove(gone, after=unread))
+        return self._stuck.remove(gone, after=unread)
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
-        return asyncio.shield(self._stuck.remove_bad(fits))
+        return self._stuck.remove_bad(fits)
+
+    async def removed(self, drops: Sequence[asyncio.Future[int]]) -> Collection[asyncio.Future[int]]:
+        return await self._effects.ended(drops)
 
     async def at_end(self) -> Collection[asyncio.Future[None]]:
         stores = set(self.stores.ends)

@@ -200,13 +200,19 @@ class Purging(Protocol):
         """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
 
     def drop(self, entries: Sequence[Entry]) -> asyncio.Future[int]:
-        """Drop these objects from the index at once. The future has how many could not be removed, once all ended."""
+        """Drop these objects from the index at once. The future has how many could not be removed, once all ended.
+
+        Do not cancel it.
+        """
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit, which are in no index and could not be put aside yet."""
 
+    async def removed(self, drops: Sequence[asyncio.Future[int]]) -> Collection[asyncio.Future[int]]:
+        """Wait for the ends of drops. Returns those that wait for a load that hangs."""
+
     async def at_end(self) -> Collection[asyncio.Future[None]]:
-        """Wait for the stores and removals that run now. Returns the ends of stores that hang."""
+        """Wait for the stores and removals that run now, unless they hang. Returns the ends of stores that hang."""
 
 
 @dataclass(slots=True)
@@ -286,7 +292,10 @@ class IndexKeeper(Keeper):
             if hanging:
                 self._late.begin(self._drop_late(hanging, dropped))
         dropped.ends.append(self._store.drop_bad(dropped.selection.fits))
-        if stuck := sum(await every(dropped.ends)):
+        if await self._store.removed(dropped.ends):
+            what = "a load of these objects hangs, and some are still stored until it ends"
+            raise StorageError(f"{what}: look at the disk, and purge again")
+        if stuck := sum(end.result() for end in dropped.ends):
             what = f"{stuck} objects could not be removed, and are still stored"
             raise StorageError(f"{what}: look at the disk, and purge again")
         return dropped.total
