@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ from transferd.blocks.layout import build_layout
 from transferd.client import heartbeat
 from transferd.config import Config, from_tree
 from transferd.daemon.clients import KnownClient
-from transferd.daemon.daemon import Daemon
-from transferd.daemon.engine import HostedEngine
+from transferd.daemon.daemon import SETUP_THREADS, Daemon
+from transferd.daemon.engine import SET_UP_AT_ONCE, HostedEngine
 from transferd.errors import ConnectRefused, ConnectTimeout, TierError, TransferError
 from transferd.tasks import SwapInTask, SwapOutTask
 from transferd.tiers.base import HostMemory
@@ -212,6 +213,29 @@ async def test_there_are_at_most_so_many_engines(endpoint: str) -> None:
             with pytest.raises(RequestError) as caught:
                 await third.register(described())
             assert caught.value.reason == "too_many_engines"
+
+
+async def test_an_engine_whose_memory_takes_long_keeps_no_other_from_coming(
+    daemon: Daemon, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks had taken every thread that makes memory."""
+    go, allocate = threading.Event(), RankWorker._allocate
+
+    def slow(worker: RankWorker) -> None:
+        assert worker.context.engine != "large" or go.wait(60)
+        allocate(worker)
+
+    monkeypatch.setattr(RankWorker, "_allocate", slow)
+    async with client(endpoint, "large") as large:
+        coming = asyncio.ensure_future(large.register(described(ranks=SETUP_THREADS)))
+        try:
+            await until(lambda: len(daemon.threads.under_way()) >= SET_UP_AT_ONCE)
+            async with serving(endpoint, "other") as (one, _):
+                assert not coming.done()
+                await one.unregister()
+        finally:
+            go.set()
+        await coming
 
 
 async def test_an_engine_that_registers_is_admitted_a_quarter_of_what_the_daemon_admits(endpoint: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,6 +56,10 @@ from transferd.tiers.staging import CHUNK_BYTES, Staging
 from transferd.wire import protocol as wire
 from transferd.workers.context import INLINE_CHECK_BYTES, PeerPath, RankContext
 from transferd.workers.rank import RankWorker
+
+# Ranks of an engine that registers and make or free memory at once, which takes minutes for terabytes. The rest of the
+# daemon's threads for that (daemon.py) is for engines that come, offer or leave meanwhile.
+SET_UP_AT_ONCE = 12
 
 
 class Speakers(Protocol):
@@ -143,6 +148,7 @@ class HostedEngine:
         self.recorder = shared.recorder.of(name)
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
         self.blocks = None if shared.storage is None else divided(shared.storage, self.objects.parts)
+        self._setting_up = asyncio.Semaphore(sys.maxsize if registration is None else SET_UP_AT_ONCE)
         self.dispatcher = self._build_dispatcher(plan.generation)
         self.barrier = RankBarrier(config.geometry.ranks)
         self.workers = [self._build_rank(rank) for rank in range(config.geometry.ranks)]
@@ -244,6 +250,7 @@ class HostedEngine:
             claims=shared.claims,
             admission=shared.traffic.admission,
             object_rank=object_rank,
+            setting_up=self._setting_up,
         )
         return RankWorker(context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class RankContext:
     claims: Claims = field(default_factory=Claims)  # of all ranks of all engines
     admission: SecondUse | None = None  # chooses which blocks of a write to store; None stores all
     object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
+    # How many ranks of the engine make or free memory at once: the threads for that are all engines'.
+    setting_up: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(sys.maxsize))
     # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
     cheap_slots: int = field(init=False)
 

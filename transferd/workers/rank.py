@@ -87,9 +87,10 @@ class RankWorker:
         """Host memory that `open` allocates."""
         return sum(region.nbytes for region in self.context.regions.values())
 
-    def _set_up(self, work: Callable[[], None], what: str) -> Awaitable[None]:
+    async def _set_up(self, work: Callable[[], None], what: str) -> None:
         """Allocate or free memory on a set-up thread: that takes minutes on a server and must not delay copies."""
-        return self.context.threads.run(Direction.SETUP, work, f"{what} of rank {self.rank}")
+        async with self.context.setting_up:
+            await self.context.threads.run(Direction.SETUP, work, f"{what} of rank {self.rank}")
 
     def _allocate(self) -> None:
         context = self.context
@@ -138,7 +139,8 @@ class RankWorker:
     async def _unmap(self) -> None:
         claim, self._claim = self._claim, None
         try:
-            await self.context.device.close()
+            async with self.context.setting_up:
+                await self.context.device.close()
         finally:
             if claim is not None:
                 self.context.claims.give_back(claim)
