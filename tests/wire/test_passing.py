@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -89,6 +90,25 @@ async def test_what_is_no_memory_is_closed_where_it_may_hang(transport: ZmqServe
     assert passed(transport).held[os.getuid()] == 1, "it counts until it is closed"
     peer.close()
     await until(lambda: not passed(transport).held.total())
+
+
+async def test_much_memory_is_freed_in_a_thread(transport: ZmqServerTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closes the last descriptor of memory frees it: half a second for each GiB."""
+    monkeypatch.setattr(passing, "FREED_AT_ONCE", 4096)
+    large, small = os.memfd_create("large"), os.memfd_create("small")
+    os.posix_fallocate(large, 0, 8192)
+    token, go = pass_descriptors(transport.endpoints[0], [large, small]), threading.Event()
+    os.close(large)
+    os.close(small)
+    held = await passed(transport).take(os.getuid(), token)
+    waiting = passed(transport)._closing.run(go.wait)
+    del held
+    await until(lambda: copies("small") == 0)
+    assert (copies("large"), passed(transport).held[os.getuid()]) == (1, 1)
+    go.set()
+    await waiting
+    await until(lambda: not passed(transport).held.total())
+    assert copies("large") == 0
 
 
 async def test_who_has_too_many_open_passes_no_more(
