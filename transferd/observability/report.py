@@ -36,6 +36,9 @@ MISSED_FOR = (
     *("never_stored", "evicted", "purged", "damaged", "gone"),
     *("other_identity", "level_out", "not_admitted", "incomplete"),
 )
+EVICTED_BY = (
+    'its objects evicted, by the engine that needed their room; "" for one that is not here, or if the store shrank'
+)
 EVICTED_FOR = ("capacity", "medium_full", "shrink", "reserve")
 NO_BACKEND = "none"
 
@@ -206,7 +209,7 @@ class HoldingReport(ReportSection):
     bytes: Annotated[int, Gauge("stored for it, or being stored")] = 0
     share: Annotated[int, Gauge("bytes kept for it: below that, others evict nothing of it", "share_bytes")] = 0
     pinned: Annotated[int, Gauge("bytes that it has pinned", "pinned_bytes")] = 0
-    evicted: Annotated[Counts, Count("its objects evicted, by the engine that needed their room", label="by")] = {}
+    evicted: Annotated[Counts, Count(EVICTED_BY, label="by")] = {}
 
     @property
     def present(self) -> str:
