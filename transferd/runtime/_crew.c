@@ -184,6 +184,7 @@ static int go_on(Crew *crew, Share *share)
 
     while (ended && (item = atomic_fetch_add(&native->taken, 1)) < native->count) {
         native->one(native, item);
+        atomic_fetch_add(&native->ended, 1);
         ended = item + 1 == native->count || !others_wait(crew, share);
     }
     if (native->leave)
@@ -541,6 +542,14 @@ static PyObject *items(PyObject *module, PyObject *capsule)
     return native ? PyLong_FromSsize_t(native->count) : NULL;
 }
 
+static PyObject *ended(PyObject *module, PyObject *capsule)
+{
+    Native *native = PyCapsule_GetPointer(capsule, NATIVE);
+
+    (void)module;
+    return native ? PyLong_FromSsize_t(atomic_load(&native->ended)) : NULL;
+}
+
 static PyObject *step(PyObject *module, PyObject *capsule)
 {
     Native *native = PyCapsule_GetPointer(capsule, NATIVE);
@@ -553,6 +562,7 @@ static PyObject *step(PyObject *module, PyObject *capsule)
         Py_BEGIN_ALLOW_THREADS
         native->one(native, item);
         Py_END_ALLOW_THREADS
+        atomic_fetch_add(&native->ended, 1);
     }
     return PyBool_FromLong(item + 1 < native->count);
 }
@@ -584,6 +594,7 @@ static PyMethodDef methods[] = {
     {"dismiss", dismiss, METH_O, "dismiss(crew): accept no more, and let the threads end. The works that no thread will begin"},
     {"join", join, METH_VARARGS, "join(crew, seconds): wait for the threads after `dismiss`. Whether all have ended"},
     {"items", items, METH_O, "items(native): how many items it has, done or not"},
+    {"ended", ended, METH_O, "ended(native): how many of them have been done"},
     {"step", step, METH_O, "step(native): do the next item in this thread, if one is left. Whether more are left"},
     {"leave", leave, METH_O, "leave(native): what a thread does that turns to something else after a step"},
     {NULL, NULL, 0, NULL},

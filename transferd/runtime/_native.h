@@ -13,5 +13,6 @@ struct Native {
     Py_ssize_t count;         /* items */
     int given, shares;        /* the crew's own: threads that were asked for it, and those that are not done */
     _Atomic Py_ssize_t taken; /* so many have been taken by threads; more than `count` once none is left */
+    _Atomic Py_ssize_t ended; /* so many have been done */
 };
 #endif

@@ -47,6 +47,11 @@ class NativeCall:
         """How many items it has, done or not."""
         return _crew.items(self.native)
 
+    @property
+    def ended(self) -> int:
+        """How many of them have been done."""
+        return _crew.ended(self.native)
+
     def __call__(self) -> None:
         """Do all items that are left, in this thread."""
         self.go_on(bool)

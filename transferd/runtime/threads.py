@@ -390,6 +390,16 @@ class SharedItems(Generic[S, T]):
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.items)))  # positions of items that no thread has taken
         self.results: list[T | None] = [None] * len(self.items)
+        self._ended: list[int] = []  # positions
+
+    @property
+    def ended(self) -> int:
+        """How many items have been done."""
+        return len(self._ended)
+
+    def done(self, position: int, result: T) -> None:
+        self.results[position] = result
+        self._ended.append(position)  # in one step, for several threads
 
     def shares(self, most: int) -> list[ItemShare]:
         """Functions to run, each in a thread: `most` of them, or one for each item."""
@@ -420,7 +430,7 @@ class ItemShare:
             position = self._position = shared.waiting.popleft()
         except IndexError:
             return False
-        shared.results[position] = shared.effect(shared.items[position])
+        shared.done(position, shared.effect(shared.items[position]))
         return bool(shared.waiting)
 
     def __str__(self) -> str:
