@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,7 +31,7 @@ from tests.storage.real_disks import (
     there,
     writable,
 )
-from tests.support.hung_files import HungFiles
+from tests.support.hung_files import HungDisk
 from tests.support.waits import until
 from transferd.config import FileStorageSection
 from transferd.config.size import Capacities
@@ -297,7 +298,7 @@ async def test_a_disk_that_hangs_keeps_no_other_from_being_closed(
     assert [disk._closed for disk in others] == [True, True]
 
 
-class HungDisk(HungFiles, Disk):
+class HungInAll(HungDisk):
     """A disk whose threads do not begin anything new while there is a file PATH.hangs."""
 
     def _in_thread(self, function: Callable[[], T], what: str) -> Awaitable[T]:
@@ -308,16 +309,22 @@ class HungDisk(HungFiles, Disk):
         return super()._in_thread(hang, what)
 
 
-def hung_disks(tmp_path: Path) -> Disks:
+def hung_disks(tmp_path: Path, kind: type[HungDisk] = HungInAll) -> Disks:
     section = FileStorageSection(path=[str(tmp_path / name) for name in "ab"], capacity=Capacities.parse(EACH))
-    return Disks([HungDisk(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
+    return Disks([kind(one, scrub_rate=0, clock=SYSTEM_CLOCK) for one in section.disks])
 
 
-def hang(store: Disks, tmp_path: Path) -> Path:
-    """Have the second disk hang, which soon counts as such, until this file is removed."""
-    store._all[1].answers_s = 0.05  # of this disk alone: others may be late, on a busy machine
-    (hangs := tmp_path / "b.hangs").touch()
-    return hangs
+def hang(store: Disks, tmp_path: Path) -> Callable[[], None]:
+    """Have the second disk hang, which soon counts as such, until the result is called."""
+    ill, hangs = store._all[1], tmp_path / "b.hangs"
+    ill.answers_s = 0.05  # of this disk alone, and while it hangs: others may be late, on a busy machine
+    hangs.touch()
+
+    def answer() -> None:
+        ill.answers_s = Disk.answers_s
+        hangs.unlink()
+
+    return answer
 
 
 @pytest.mark.parametrize(("stores", "most"), [(False, 99), (True, 99), (True, 0)], ids=["idle", "stores", "and orders"])
@@ -332,7 +339,7 @@ async def test_neither_a_purge_nor_a_pin_waits_for_a_disk_that_hangs(
     await put(harness, names(40))
     ill = store._all[1]
     before = len(ill._index)
-    hangs = hang(store, tmp_path)
+    answer = hang(store, tmp_path)
     storing = asyncio.ensure_future(put(harness, names(20, 40))) if stores else None
     if stores:
         await until(
@@ -340,17 +347,74 @@ async def test_neither_a_purge_nor_a_pin_waits_for_a_disk_that_hangs(
         )
     purged = await store.keeper.purge(Selection(model="m"))
     assert (purged.not_reached, purged.kept_by) == ([str(tmp_path / "b")], [str(tmp_path / "a")])
-    assert "has not taken its list of orders" in ill.lost
+    assert re.search("it has not (taken its list of orders|answered)", ill.lost), "the stores may be the first to see"
     assert await there(harness, names(60)) == set()
     assert await put(harness, names(5, 100)) == [Found.STORED] * 10, "the others take all"
     assert await store.keeper.pin(EngineOwner("e", 1), names(5, 100), 60.0, 0.5) == [PinState.DURABLE] * 10
-    hangs.unlink()
+    answer()
     if storing is not None:
         await storing
     await until(lambda: not ill.lost, "it has applied the order")
     assert await there(harness, names(60)) == set(), "nor does what was being stored come back"
     assert await there(harness, names(5, 100)) == set(names(5, 100))
     assert not on_disk(tmp_path / "b")
+
+
+async def test_a_disk_that_hangs_in_loads_and_stores_alone_is_left_out_until_it_answers(
+    open_storage: Open, tmp_path: Path
+) -> None:
+    """It was not, until an order met it: calls took their slots for good, and soon no engine had any."""
+    store = hung_disks(tmp_path, HungDisk)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    good, ill = store._all
+    theirs, its = [[one for one in names(40) if disk.has(one)] for disk in (good, ill)]
+    answer = hang(store, tmp_path)
+    loading = [asyncio.ensure_future(there(harness, its)) for _ in range(2 * ill._shares + 1)]
+    storing = asyncio.ensure_future(put(harness, names(20, 40)))
+    await until(lambda: "it has not answered" in ill.lost, "nothing was ordered")
+    while len(loading) > ill._shares:  # at most one for each thread that hangs
+        done, more = await asyncio.wait(loading, return_when=asyncio.FIRST_COMPLETED)
+        assert {frozenset(one.result()) for one in done} == {frozenset()}
+        loading = list(more)
+    assert await there(harness, names(40)) == set(theirs) != set()
+    assert await put(harness, names(5, 100)) == [Found.STORED] * 10, "the others take all"
+    answer()
+    assert set(await storing) == {Found.STORED}
+    await asyncio.gather(*loading)
+    await until(lambda: not ill.lost, "it answers")
+    assert await there(harness, [*names(60), *names(5, 100)]) == {*names(60), *names(5, 100)}
+
+
+async def test_a_disk_that_answers_anything_does_not_hang(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load takes longer than a disk may be silent; other objects come meanwhile, in each time that is waited."""
+    store = hung_disks(tmp_path, HungDisk)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    ill, over = store._all[1], threading.Event()
+    slow, other = [one for one in names(40) if ill.has(one)][:2]
+    read, wait, waits = ill._directory.read, asyncio.wait, list[object]()
+
+    def hold(name: str, *more: Any) -> Any:
+        return (name != slow or over.wait(60.0)) and read(name, *more)
+
+    async def waited(futures: Any, *, timeout: float | None = None, **more: Any) -> Any:
+        """In place of a wait for the slow load: the disk answers another one, and then the time is over."""
+        if timeout is None or waits or threading.current_thread() is not threading.main_thread() or over.is_set():
+            return await wait(futures, timeout=timeout, **more)
+        waits.append(futures)
+        assert await there(harness, [other]) == {other}
+        over.set()
+        return set(), set(futures)
+
+    monkeypatch.setattr(ill, "_native_load", lambda *_: None)
+    monkeypatch.setattr(ill._directory, "read", hold)
+    with monkeypatch.context() as here:
+        here.setattr("transferd.storage.disks.asyncio.wait", waited)
+        assert await there(harness, [slow]) == {slow}
+    assert (len(waits), ill.lost) == (1, "")
 
 
 async def test_a_disk_that_hangs_at_a_start_returns_when_it_answers(
@@ -363,11 +427,11 @@ async def test_a_disk_that_hangs_at_a_start_returns_when_it_answers(
     await harness.storage.close()
     store = hung_disks(tmp_path)
     good, ill = store._all
-    hangs, good.answers_s = hang(store, tmp_path), 3.0
+    answer, good.answers_s = hang(store, tmp_path), 3.0
     again = await open_storage(store)
     assert ill.lost == "it does not answer"
     assert await there(again, names(40)) == {one for one in names(40) if good.has(one)} != set()
-    hangs.unlink()
+    answer()
     await until(lambda: not ill.lost, "it answers")
     assert await there(again, names(40)) == set(names(40))
 
@@ -379,14 +443,14 @@ async def test_a_list_that_hung_says_nothing_of_orders_that_were_given_since(
     store = hung_disks(tmp_path)
     harness = await open_storage(store)
     await put(harness, names(40))
-    hangs = hang(store, tmp_path)
+    answer = hang(store, tmp_path)
     await store.keeper.pin(EngineOwner("e", 1), names(40), 60.0, 0.5)
     assert store._all[1].lost
     monkeypatch.setattr(orders, "MOST_ORDERS", 0)
     purged = await store.keeper.purge(Selection(model="m"))
     assert purged.not_reached == [str(tmp_path / "b")]
     assert on_disk(tmp_path / "b")
-    hangs.unlink()
+    answer()
     await until(lambda: not store._all[1].lost, "it answers")
     assert await there(harness, names(40)) == set()
 

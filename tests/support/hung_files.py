@@ -9,8 +9,12 @@ import os
 import time
 from collections.abc import Sequence
 
+from transferd.config import Config, FileStorageSection, StorageSection
+from transferd.runtime.clock import Clock
+from transferd.runtime.compat import Self
 from transferd.storage.base import Drainer
 from transferd.storage.batch import Answer, NativeBatch, Read, StoreBatch, Write
+from transferd.storage.disks import Disk, Disks
 from transferd.storage.file import FileStorage
 
 HANGS = ".hangs"
@@ -44,3 +48,19 @@ class HungFiles(FileStorage):
     def _hang(self) -> None:
         while self._hangs:
             time.sleep(0.02)
+
+
+class HungDisk(HungFiles, Disk):
+    """One of several disks."""
+
+
+class HungDisks(Disks):
+    """Several disks, plugged into a real daemon in the same way."""
+
+    @classmethod
+    def from_config(cls, config: Config, *, clock: Clock) -> Self:
+        return cls([HungDisk(section, clock=clock) for section in config.storage.file.disks])
+
+    @classmethod
+    def directories(cls, storage: StorageSection) -> list[FileStorageSection]:  # noqa: ARG003
+        return []  # else the registry takes `Disks`

@@ -4,7 +4,8 @@ An object's name determines its disk (rendezvous hashing, weighted by capacity, 
 All ranks of a block have the same disk, so a disk that fails costs whole blocks, and only its own. Every disk has an
 index, so a load finds an object wherever it lies: a disk that is added, or a changed capacity, moves no file.
 
-A disk fails when it cannot be opened, is unmounted, cannot take an order, or when a call and then a trial write fail.
+A disk fails when it cannot be opened, is unmounted, cannot take an order, when a call and then a trial write fail, or
+when it hangs: calls run, and it answers none of them, nor an order. Calls that none of its threads has begun end then.
 Its objects leave the store at once. Objects that it failed to store go to another disk, and the other disks go on. A
 failed disk is tried now and then. Once it works, it returns with the objects that it holds and no order has removed.
 """
@@ -24,13 +25,14 @@ from typing import Any, TypeVar
 import structlog
 
 from transferd.blocks.keys import encode_text
-from transferd.config import Config, StorageSection
+from transferd.config import Config, FileStorageSection, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import Background, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage, added, as_chain
+from transferd.storage.batch import RUN_BYTES
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
@@ -46,6 +48,7 @@ log = structlog.get_logger(__name__)
 
 # How long a failed disk is left alone before it is tried; twice as long after each further failure.
 REST_S, MOST_REST_S = 30.0, 3600.0
+MIB = 1024**2
 MOST_SLOTS = 16  # that a call uses at a time, on all disks together
 DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
 SUSPECT = (
@@ -65,6 +68,10 @@ class Disk(FileStorage):
     _next_rest_s = 0.0  # 0 for REST_S
     _came = 0.0  # when it came back the last time
 
+    def __init__(self, section: FileStorageSection, **more: Any) -> None:
+        super().__init__(section, **more)
+        self._calls = Background()  # they may hang
+
     @functools.cached_property
     def _drawing(self) -> bytes:
         return hashlib.blake2b(encode_text(self.path)).digest()  # paths may begin alike, and be long
@@ -74,11 +81,38 @@ class Disk(FileStorage):
 
     async def works(self) -> bool:
         """Try to write, to read and to remove a file. If that fails, the disk is lost."""
-        try:
-            await self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk")
-        except StorageError as error:
+        trial = self._calls.begin(self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk"))
+        if await self._answers(trial) and (error := trial.exception()) is not None:
+            if not isinstance(error, StorageError):
+                raise error
             self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s or REST_S)
         return not self.lost
+
+    async def outcomes(self, call: Awaitable[list[Outcome]], items: Sequence[Item]) -> list[Outcome]:
+        """The outcomes of a call about these, also if the disk was lost in the step before it."""
+        try:
+            calling = self._calls.begin(call)
+            if not await self._answers(calling, max(item.nbytes for item in items)):
+                await asyncio.wait([calling])  # threads use its slots
+            return calling.result()
+        except StorageUnavailable as error:
+            return [Outcome(Found.FAILED, error)] * len(items)
+
+    async def _answers(self, calling: asyncio.Future[Any], nbytes: int = 0) -> bool:
+        """Wait for a call about objects of so many bytes. Returns False if the disk hangs, and so is lost.
+
+        It hangs if it answers nothing at all for `answers_s`, and a second for each MiB that its threads may have in
+        hand.
+        """
+        patience = self.answers_s + self._shares * max(nbytes, RUN_BYTES) / MIB
+        while not calling.done() and not self._effects.refused.done():
+            before = self._effects.steps
+            both = calling, self._effects.refused
+            ended, _ = await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if not ended and self._effects.steps == before:
+                self.fail(f"it has not answered for {patience:.0f} s")
+                self._effects.refuse(self.unusable())
+        return calling.done()
 
     async def read_mounts(self) -> dict[str, str]:
         """Read what its list of orders says of mount points, before the disk is opened."""
@@ -320,8 +354,8 @@ class Disks(Storage, Index):
                 some = disks[start : start + at_once]
                 own = [slots[k :: len(some)] if shared else chosen(slots, places[one]) for k, one in enumerate(some)]
                 works = [
-                    _answered(method(disk, chosen(items, which), chosen_call(call, which), mine), len(which))
-                    for disk, which, mine in zip(some, map(places.__getitem__, some), own, strict=True)
+                    disk.outcomes(method(disk, its, chosen_call(call, places[disk]), mine), its)
+                    for disk, its, mine in zip(some, [chosen(items, places[disk]) for disk in some], own, strict=True)
                 ]
                 for disk, answers in zip(some, await every(works), strict=True):
                     outcomes.update(zip(places[disk], answers, strict=True))
@@ -351,14 +385,6 @@ class Disks(Storage, Index):
             row |= {"problem": "", "failed": disk.lost, "lost": disk.lost_objects}
         failed = len(self._all) - len(self._live)
         return total | {"disks_failed": failed, "lost": sum(row["lost"] for row in total["disks"])}
-
-
-async def _answered(call: Awaitable[list[Outcome]], count: int) -> list[Outcome]:
-    """The outcomes of a call, also if the disk was lost in the step before it."""
-    try:
-        return await call
-    except StorageUnavailable as error:
-        return [Outcome(Found.FAILED, error)] * count
 
 
 def _any_of(each: Sequence[Sequence[bool]], names: Sequence[str]) -> list[bool]:

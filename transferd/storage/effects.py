@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-from transferd.errors import Closed, StorageError
-from transferd.runtime.aio import Background, every
+from transferd.errors import Closed, StorageError, StorageUnavailable
+from transferd.runtime.aio import Background, every, resolve
 from transferd.runtime.compat import wait_for
-from transferd.runtime.threads import Direction, SharedItems, Threads
+from transferd.runtime.native import NativeCall
+from transferd.runtime.threads import Direction, SharedItems, Threads, Work
 from transferd.storage.batch import PATIENCE_S, Answer, NativeBatch, Read, W, Write, bare
 from transferd.storage.running import RunningCalls
 
 S = TypeVar("S")
 T = TypeVar("T")
+Call = NativeCall | SharedItems[Any, Any]
 
 
 class Effects:
@@ -30,6 +33,7 @@ class Effects:
     busy: the names with a running effect that changes what is stored, and a future of its end.
     end: waits until no effect is in the background.
     background: begins another one there.
+    answered: grows when a call or an order has ended.
     """
 
     def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
@@ -38,6 +42,10 @@ class Effects:
         self._threads = threads
         self._shares = shares
         self._quick = quick
+        self.answered = 0
+        # The loads and stores that threads were given, and the future of each thread's share.
+        self._given: dict[Call, Sequence[asyncio.Future[Any]]] = {}
+        self._refusal = ""
         self._background = background = Background(awaited=False)
         self._held = set[Any]()  # of those, what has yet to begin: it waits for a call
         self.background, self.end = background.begin, background.settled
@@ -82,9 +90,46 @@ class Effects:
         if not items:
             return []
         shared = SharedItems(effect, items, _name_of)
-        most = min(self._shares, at_once or self._shares)
-        await every(self._threads.run(direction, share, share) for share in shared.shares(most))
+        shares = shared.shares(min(self._shares, at_once or self._shares))
+        works = self._given[shared] = self._give(direction, shares)
+        try:
+            await every(works)
+        finally:
+            self.answered += len(items)
+            del self._given[shared]
         return cast("list[T]", shared.results)
+
+    def _give(
+        self, direction: Direction, shares: Sequence[Callable[[], object]], told: str = ""
+    ) -> Sequence[asyncio.Future[Any]]:
+        """Have threads do their shares of a load or a store. Raises StorageUnavailable while these are refused."""
+        if self._refusal:
+            raise StorageUnavailable(self._refusal)
+        # Only the first can raise: a crew starts all of its threads, or none.
+        return [self._threads.run(direction, share, told or share) for share in shares]
+
+    @property
+    def steps(self) -> int:
+        """It grows with each answer of the medium: an object, or several, stored or loaded, or an order."""
+        return self.answered + sum(call.ended for call in self._given)
+
+    @functools.cached_property
+    def refused(self) -> asyncio.Future[None]:
+        """Done while loads and stores are refused."""
+        return asyncio.get_running_loop().create_future()
+
+    def refuse(self, why: str) -> None:
+        """End the loads and stores of which no thread has begun a share, and refuse others; "" to refuse none."""
+        self._refusal = why
+        if why:
+            resolve(self.refused, None)
+        else:
+            self.__dict__.pop("refused", None)
+        for works in list(self._given.values()) if why else ():
+            shares = [work for work in works if isinstance(work, Work)]
+            if not any(work.begun for work in shares):
+                for work in shares:
+                    work.refuse(StorageUnavailable(why))
 
     async def run_native(
         self, direction: Direction, native: NativeBatch[W] | None, *, at_once: int = 0
@@ -94,12 +139,15 @@ class Effects:
             return {}
         work, call = native.work, native.call
         call.threads = min(call.items, self._shares, at_once or self._shares)
-        times = call.threads if call.calls else 1
+        shares = [call] * (call.threads if call.calls else 1)
         verb = "store" if direction is Direction.OUT else "load"
         told = f"{verb} of {len(work)} objects, {work[0].item.name} first"
         try:
-            await every(self._threads.run(direction, call, told) for _ in range(times))
+            works = self._given[call] = self._give(direction, shares, told)
+            await every(works)
         finally:
+            self.answered += len(work)
+            self._given.pop(call, None)
             answers = native.ended()
         both = zip(work, answers, strict=True)
         return {one.position: answer for one, answer in both if answer is not None}
@@ -143,7 +191,10 @@ class Effects:
                 if self._quick:
                     errors = [attempt(name) for name in names]
                 else:
-                    errors = await self.run(Direction.OUT, names, attempt)
+                    shared = SharedItems(attempt, names)
+                    shares = shared.shares(self._shares)
+                    await every(self._threads.run(Direction.OUT, share, share) for share in shares)
+                    errors = shared.results
                 return ended({name: error for name, error in zip(names, errors, strict=True) if error is not None})
             finally:
                 self.vacate(done)
@@ -151,9 +202,9 @@ class Effects:
         return self.background(leave())
 
 
-def _name_of(item: object) -> str:
-    """The name of the object that an effect works on, or of the first one of a run."""
-    return item if isinstance(item, str) else cast("Sequence[Write | Read]", item)[0].item.name
+def _name_of(run: Any) -> str:
+    """The name of the first object of a run."""
+    return cast("Sequence[Write | Read]", run)[0].item.name
 
 
 class Traffic:

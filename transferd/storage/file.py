@@ -382,6 +382,7 @@ class FileStorage(IndexedStorage):
         await asyncio.wait([writing], timeout=self.answers_s)
         if not writing.done():
             self.fail(f"it has not taken its list of orders for {self.answers_s:g} s")
+            self._effects.refuse(self.unusable())
             return False
         return writing.result()
 
@@ -398,6 +399,7 @@ class FileStorage(IndexedStorage):
             given = self._asked_to_write
             try:
                 await self._in_thread(write, "orders of the store")
+                self._effects.answered += 1
             except OSError as error:
                 if error.errno not in FULL:
                     self.fail(f"its list of orders cannot be written: {error.strerror or error}")
@@ -509,6 +511,7 @@ class FileStorage(IndexedStorage):
         while not await self._traffic.quiet(LOOK_S):
             pass
         await self._effects.end()
+        self._effects.refuse("")
         while self.lost and not self._closing:
             with contextlib.suppress(TimeoutError):  # a reload of the configuration ends the rest
                 await wait_for(self._try_now.wait(), self.rest_s)

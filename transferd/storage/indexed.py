@@ -287,7 +287,9 @@ class IndexedStorage(Index, Storage):
                 if wave:
                     await self._write_wave(wave, batch)
                 elif batch.waits:
+                    batch.waits.add(self._effects.refused)
                     await batch.wait()
+                    self._check_open()
         return batch.outcomes
 
     def _decide_all(self, batch: StoreBatch) -> list[Write]:
