@@ -66,7 +66,7 @@ class Medium:
         self.gone: dict[str, float] = {}
         self.disk: FileStorage | None = None  # of the daemon that lives
         self.fault = self.deaths = self.returns = 0
-        self.hangs = False
+        self.hangs = self.only_calls = False
         self._threads: list[SimThreads] = []
         self._now = now
         self._pulled, self._image = Path(f"{root}{PULLED}"), Path(f"{root}.image")
@@ -89,7 +89,7 @@ class Medium:
         """From now on it is this daemon's. threads: those that call it."""
         self.disk, self._threads = disk, [threads]
         if self.hangs:
-            self.hang()
+            self.hang(only_calls=self.only_calls)
 
     def _file(self, name: str) -> Path:
         return (self._pulled if self.away else self.root) / "objects" / path_of(name)
@@ -123,11 +123,12 @@ class Medium:
         self.deaths += 1
         self.fault = fault
 
-    def hang(self) -> None:
-        """No call to it ends until it is well again."""
+    def hang(self, *, only_calls: bool = False) -> None:
+        """No call to it ends until it is well again. only_calls: no load and no store, and all else does."""
         self.deaths += not self.hangs
-        self.hangs = True
+        self.hangs, self.only_calls = True, only_calls
         for threads in self._threads:
+            threads.only_calls = only_calls
             for gate in threads.gates.values():
                 gate.hold()
 

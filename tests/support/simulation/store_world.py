@@ -426,7 +426,7 @@ class Story(Node):
             self.harmed()
             how = self.chance.choice([errno.EIO, errno.EROFS, 0])
             self.spoils |= how == errno.EIO  # what cannot be read counts as damaged
-            medium.fail(how) if how else medium.hang()
+            medium.fail(how) if how else medium.hang(only_calls=self.chance.random() < 0.5)
 
     def _come_back(self) -> None:
         if (medium := self.medium()) is not None and medium.unwell:

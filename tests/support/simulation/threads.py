@@ -7,6 +7,7 @@ wait at. Who may start, queue, withdraw and run what is the real code's, so a bu
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 from tests.support.simulation.faults import Dice, Gate, ThreadFaults, note, take
 from transferd.errors import NoThreads
+from transferd.runtime.native import NativeCall
 from transferd.runtime.threads import CLOSE_S, Crew, Direction, ThreadPools, Work
 
 
@@ -24,7 +26,8 @@ class SimThreads(ThreadPools):
     takes memory back before the end is found out.
 
     faults: the plan, may be replaced at any time. dice: for scripts, operation "start" of a thread. gates, ends: per
-    direction, hold what would start now, and what would end.
+    direction, hold what would start now, and what would end. only_calls: the gates hold loads and stores alone, and
+    these also between two of their items.
     """
 
     def __init__(self, size: int = 4, *, faults: ThreadFaults | None = None, rng: random.Random | None = None) -> None:
@@ -33,6 +36,7 @@ class SimThreads(ThreadPools):
         self.gates = {direction: Gate() for direction in Direction}
         self.ends = {direction: Gate() for direction in Direction}
         self.started = 0
+        self.only_calls = False
         super().__init__(size, setup=size)
 
     def _crew(self, name: str, size: int) -> Crew:
@@ -92,8 +96,12 @@ class _SimCrew(Crew):
                 task.cancel()
         return running
 
+    async def _held(self, work: Work[object]) -> None:
+        if not self._owner.only_calls or any(map(_is_call, work._function)):
+            await self._begins.passed()
+
     async def _work(self, work: Work[object]) -> None:
-        await self._begins.passed()
+        await self._held(work)
         dice = self._owner.dice
         self._owner.started += 1
         seconds = self._owner.faults.latency.draw(dice.rng)
@@ -102,6 +110,8 @@ class _SimCrew(Crew):
         ended = work.execute(give_way := lambda: dice.rng.random() < 0.5)
         while work.begun and not ended:  # between two items of a batch, other threads may come
             await take(effect)
+            if self._owner.only_calls:
+                await self._held(work)
             ended = work.execute(give_way)
         if ended:
             await take(seconds - effect)
@@ -109,6 +119,12 @@ class _SimCrew(Crew):
             work.deliver()
         self._busy -= 1
         self._serve_next()
+
+
+def _is_call(function: object) -> bool:
+    """Whether it is a share of a load or a store: those of removals call a plain function."""
+    shared = getattr(function, "_shared", None)
+    return isinstance(function, NativeCall) or (shared is not None and isinstance(shared.effect, functools.partial))
 
 
 class _SimQueue:
