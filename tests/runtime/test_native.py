@@ -126,6 +126,7 @@ async def test_a_thread_leaves_what_it_has_for_a_call_before_it_turns_to_another
     holding.let_go()
     call()
     assert [await holding.next() for _ in range(2)] == ["c", "."], "also in a thread of the caller's"
+    assert call.ended == 1
 
 
 async def test_several_threads_share_the_items_of_one_call(held_call: ModuleType) -> None:
@@ -136,9 +137,10 @@ async def test_several_threads_share_the_items_of_one_call(held_call: ModuleType
     with pytest.raises(RuntimeError, match="put before"):
         holding.crew.run(call)
     assert [await holding.next() for _ in range(3)] == ["a"] * 3, "three at a time"
-    assert len(holding.crew.under_way()) == 3
+    assert (len(holding.crew.under_way()), call.ended) == (3, 0)
     holding.let_go(7)
     await work
+    assert call.ended == call.items == 7
     assert [await holding.next() for _ in range(4)] == ["a"] * 4, "each item once"
     assert holding.crew.close() == []
     holding.close()

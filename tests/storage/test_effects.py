@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.simulation.loop import simulate
 from tests.support.simulation.threads import SimThreads
-from transferd.errors import StorageError
+from tests.support.waits import until
+from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.threads import Direction, ThreadPools
 from transferd.storage.effects import Effects
 
@@ -110,3 +111,36 @@ async def test_at_most_so_many_threads_work_and_results_keep_their_order(at_once
         threads.close()
     assert results == [-number for number in items]
     assert len(at_work) == together
+
+
+async def test_refused_is_what_no_thread_has_begun_and_what_comes_until_it_is_not() -> None:
+    threads, begun, over = ThreadPools(1), threading.Event(), threading.Event()
+    effects = Effects(threads, 2)
+
+    def effect(run: list[str]) -> list[str]:
+        begun.set()
+        return run if run != ["slow"] or over.wait(20) else []
+
+    try:
+        first = asyncio.ensure_future(effects.run(Direction.IN, [["one"], ["slow"], ["two"]], effect))
+        await asyncio.to_thread(begun.wait, 20)
+        await until(lambda: effects.steps == 1, "the first item is done")
+        second = asyncio.ensure_future(effects.run(Direction.IN, [["three"]], effect))
+        await asyncio.sleep(0)
+        effects.refuse("it hangs")
+        assert effects.refused.done()
+        with pytest.raises(StorageUnavailable, match="it hangs"):
+            await second
+        with pytest.raises(StorageUnavailable, match="it hangs"):
+            await effects.run(Direction.OUT, [["four"]], effect)
+        assert not first.done()
+        over.set()
+        assert await first == [["one"], ["slow"], ["two"]], "a thread had begun it"
+        before = effects.steps
+        effects.refuse("")
+        assert not effects.refused.done()
+        assert await effects.run(Direction.IN, [["five"]], effect) == [["five"]]
+        assert effects.steps == before + 1
+    finally:
+        over.set()
+        threads.close()
