@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -75,7 +74,21 @@ class Rest(Generic[T]):
         self._work, self._waits_for = work, waits_for
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return resumed(self._work, self._waits_for).__await__()
+        work, waits_for = self._work, self._waits_for
+        try:
+            while True:
+                try:
+                    sent = yield waits_for
+                except GeneratorExit:
+                    work.close()
+                    raise
+                except BaseException as error:  # noqa: BLE001 - it belongs to the work
+                    waits_for = work.throw(error)
+                else:
+                    waits_for = work.send(sent)
+        except StopIteration as end:
+            value: T = end.value
+            return value
 
 
 async def is_awaited(call: Awaitable[Any]) -> None:
@@ -93,25 +106,7 @@ async def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> T:
 
     waits_for: what that call returned.
     """
-    return await _rest(work, waits_for)  # from Python 3.12 on a task takes no generator
-
-
-@types.coroutine
-def _rest(work: Coroutine[Any, Any, T], waits_for: object) -> Generator[Any, Any, T]:
-    try:
-        while True:
-            try:
-                sent = yield waits_for
-            except GeneratorExit:
-                work.close()
-                raise
-            except BaseException as error:  # noqa: BLE001 - it belongs to the work
-                waits_for = work.throw(error)
-            else:
-                waits_for = work.send(sent)
-    except StopIteration as end:
-        value: T = end.value
-        return value
+    return await Rest(work, waits_for)
 
 
 class Background:
@@ -314,7 +309,7 @@ class Paced:
 
     def soon(self, *, at_once: bool = False) -> None:
         """Request a run: now, or as soon as the interval permits. at_once: regardless of the interval."""
-        if self._closed:
+        if self._closed or (self._timer.handle is not None and not at_once):
             return
         if self._running is not None:
             self._again = self._again or at_once
@@ -323,7 +318,7 @@ class Paced:
         wait = 0.0 if self._began is None or at_once else self._began + self._interval - loop.time()
         if wait <= 0:
             self._start()
-        elif self._timer.handle is None:
+        else:
             self._timer.set(wait, self._start)
 
     async def close(self) -> None:

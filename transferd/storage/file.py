@@ -419,8 +419,7 @@ class FileStorage(IndexedStorage):
 
     def _note(self, name: str, use: int, depth: int) -> None:
         self._journal.note(name, use, depth)
-        if not self._journaling.awaited:
-            self._journaling.soon()
+        self._journaling.soon()
 
     async def _write_journal(self) -> None:
         await self._in_thread(self._journal.flush, "the order of use")
