@@ -105,6 +105,8 @@ class Item(NamedTuple):
         return self.use is None or self.use.counts
 
 
+NAME, NBYTES = map(operator.attrgetter, ("name", "nbytes"))  # of an Item, or of what else has them
+
 Fill = Callable[[int, memoryview, bool], bool]
 """fill(i, data, near): makes the whole object of item i in `data`. near: this thread reads `data` next, so its bytes
 should stay in the caches. Returns False if the task has ended; then store nothing."""

@@ -11,7 +11,7 @@ import msgspec
 
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.native import NativeCall
-from transferd.storage.base import LEFT, Fill, Item, Outcome
+from transferd.storage.base import Fill, Item, Outcome
 from transferd.storage.lru import Entry, LruIndex, Use, Victim
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
@@ -108,15 +108,12 @@ class StoreBatch:
     fill: Fill | None
     # with `fill`, the slots that no thread uses now; the latest one is taken first, because it is still in the caches
     slots: list[memoryview]
+    outcomes: list[Outcome] = field(default_factory=list)  # LEFT unless another one is known
+    todo: Sequence[int] = ()  # positions that are not decided yet
     small: bool = False  # whether to write on the loop itself
-    outcomes: list[Outcome] = field(init=False)  # LEFT unless another one is known
-    todo: Sequence[int] = field(init=False)  # positions that are not decided yet
     waits: set[asyncio.Future[None]] = field(default_factory=set)  # the effects that the undecided objects wait for
     written: asyncio.Future[None] | None = None  # completes when the latest wave has been written
     patient: bool = True  # whether to wait for running writes that should make room; False once they took too long
-
-    def __post_init__(self) -> None:
-        self.outcomes, self.todo = [LEFT] * len(self.items), range(len(self.items))
 
     async def wait(self) -> None:
         """Wait until one of `waits` has ended, but at most PATIENCE_S while the batch is patient."""

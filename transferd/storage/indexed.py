@@ -29,7 +29,6 @@ import asyncio
 import functools
 import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
@@ -43,6 +42,8 @@ from transferd.storage.base import (
     FOUND,
     LEFT,
     MISSING,
+    NAME,
+    NBYTES,
     STORED,
     Drainer,
     Fill,
@@ -75,7 +76,6 @@ from transferd.storage.running import RunningCalls
 from transferd.storage.stuck import FAILING, StuckObjects
 
 NO_SLOT = memoryview(b"")
-NAME = operator.attrgetter("name")
 SHRINK_STEP = 256  # objects that are evicted in one step of the event loop after a bound came down
 
 
@@ -172,8 +172,8 @@ class IndexedStorage(Index, Storage):
 
     def find(self, names: Sequence[str], use: Use | None) -> list[bool]:
         if use is None:  # not a use: the order of eviction stays
-            self._check_not_closed()
-            return [False] * len(names) if self.lost else [name in self._index for name in names]
+            self._check_open(well=False)
+            return [not self.lost and one is not None for one in map(self._index.get, names)]
         self._check_open()
         return self._index.find(names, use)
 
@@ -182,19 +182,17 @@ class IndexedStorage(Index, Storage):
             self._stuck.stored(names)
         return self.find(names, use)
 
-    def _check_not_closed(self) -> None:
+    def _check_open(self, *, well: bool = True) -> None:
+        """Raise Closed; or, with `well`, StorageUnavailable while no call can succeed."""
         if self._closed:
             raise Closed(f"{self.backend} storage is closed")
-
-    def _check_open(self) -> None:
-        """Raise Closed, or StorageUnavailable while no call can succeed."""
-        self._check_not_closed()
-        if problem := self.unusable():
+        if well and (problem := self.unusable()):
             raise StorageUnavailable(problem)
 
     def store(self, items: Sequence[Item], fill: Fill | None, slots: Sequence[memoryview]) -> Awaitable[list[Outcome]]:
         """Writes a small batch at once, and returns a done future, unless it must wait for another effect."""
-        batch = StoreBatch(as_chain(items), fill, list(slots), small=self._is_small(items))
+        left, todo = [LEFT] * len(items), range(len(items))
+        batch = StoreBatch(as_chain(items), fill, list(slots), left, todo, small=self._is_small(items))
         if batch.small and not self._closed:  # a closed store raises when the result is awaited
             while batch.todo and (wave := self._decide_all(batch)):
                 at_once(self._write_wave(wave, batch))
@@ -215,7 +213,7 @@ class IndexedStorage(Index, Storage):
 
     def quarantine(self, name: str) -> Awaitable[None]:
         """Forget the object at once. The future is done when its bytes have been put aside."""
-        self._check_not_closed()
+        self._check_open(well=False)
         return asyncio.shield(self._put_aside([name])) if self._index.forget(name, why=DAMAGED) else answered(None)
 
     @property
@@ -238,7 +236,7 @@ class IndexedStorage(Index, Storage):
         nbytes, objects, why = self._bounds
         leaving = self._index.set_bounds(int(nbytes), objects, at_most=SHRINK_STEP)
         self._counts[f"evicted_{why}"] += len(leaving)
-        return self._evict_in_background(leaving)
+        return self._evict_in_background(leaving) if leaving else None
 
     async def _shrink_on(self, step: asyncio.Future[int] | None) -> None:
         """Take one step after another until the bounds are reached, or no object can be removed."""
@@ -280,7 +278,7 @@ class IndexedStorage(Index, Storage):
 
     async def _store_all(self, batch: StoreBatch) -> list[Outcome]:
         self._check_open()
-        with self.stores.of([item.name for item in batch.items]), self._traffic:
+        with self.stores.of(list(map(NAME, batch.items))), self._traffic:
             await self._prepare()
             while batch.todo:
                 wave = self._decide_all(batch)
@@ -365,7 +363,8 @@ class IndexedStorage(Index, Storage):
             for write in unsettled:  # only after a bug in an effect
                 self._index.release(write.item.name)
             self._effects.vacate(done)
-            self._evict_in_background(leaving)
+            if leaving:
+                self._evict_in_background(leaving)
         self._wrote()
 
     def _makes_room(self, write: Write) -> bool:
@@ -560,10 +559,8 @@ class IndexedStorage(Index, Storage):
         self._counts["corrupt"] += len(names)
         return self._effects.begin(names, self._set_aside, self._stuck.note)
 
-    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Future[int] | None:
+    def _evict_in_background(self, victims: Sequence[Victim]) -> asyncio.Future[int]:
         """Remove objects that have just left the index. Those that cannot be removed return to it."""
-        if not victims:
-            return None
         self._counts["evictions"] += len(victims)
         return self._stuck.remove(victims)
 
@@ -589,7 +586,7 @@ class IndexedStorage(Index, Storage):
 
     def _is_small(self, items: Sequence[Item]) -> bool:
         """Whether copying these on the loop itself is quicker than having a thread do it."""
-        return bool(self._inline_bytes) and sum([item.nbytes for item in items]) <= self._inline_bytes
+        return bool(self._inline_bytes) and sum(map(NBYTES, items)) <= self._inline_bytes
 
     def _failed(self, error: StorageError) -> Outcome:
         self._counts["errors"] += 1

@@ -100,7 +100,6 @@ class LruIndex:
         self.noted: Callable[[str, int, int], None] = lambda _name, _use, _depth: None
         self.watchers: list[Noted] = []
         self.used = 0  # bytes, reserved and present
-        self.bytes = 0  # bytes, present
         self._present: dict[str, Entry] = {}
         self.get = self._present.get
         self._reserved: dict[str, Reserved] = {}
@@ -122,6 +121,11 @@ class LruIndex:
     def size(self, nbytes: int) -> int:
         """How many bytes an object of this length counts."""
         return -(-nbytes // self.unit) * self.unit
+
+    @property
+    def bytes(self) -> int:
+        """Those of all present objects."""
+        return self.used - sum([self.size(one.nbytes) for one in self._reserved.values()])
 
     @property
     def first_use(self) -> int:
@@ -280,7 +284,7 @@ class LruIndex:
         self.used += size
         queue.used += size
         self.noted(name, number, depth)
-        return self._drop_all(going, EVICTED, use.owner)
+        return self._drop_all(going, EVICTED, use.owner) if going else []
 
     def commit(self, name: str) -> list[Victim]:
         """Make a reserved object present. Returns objects evicted because the capacity shrank or its chain ended."""
@@ -343,7 +347,7 @@ class LruIndex:
 
     def find(self, names: Sequence[str], use: Use) -> list[bool]:
         """For each name, whether it is present. The names count as used by `use`, as one chain from root to leaf."""
-        entries = [self._present.get(name) for name in names]
+        entries = list(map(self.get, names))
         for depth, entry in enumerate(entries if use.counts else (), use.start):
             if entry is not None:
                 self.touch_one(entry, use, depth)
@@ -506,7 +510,6 @@ class LruIndex:
 
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
-        self.bytes += self.size(entry.nbytes)
         group.queue.objects += 1
         group.add(entry, depth)
 
@@ -535,7 +538,6 @@ class LruIndex:
             queue = self._leave_group(entry)
             queue.used -= size
             queue.objects -= 1
-            self.bytes -= size
             self.used -= size
             if why == EVICTED:
                 group.use.end_at(self.place, entry.depth)
