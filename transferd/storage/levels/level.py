@@ -217,7 +217,7 @@ class StoreLevel:
     """See the module.
 
     number: 0 for the first.
-    known: whether it has an index, which answers without I/O.
+    known: whether it has an index, which answers without I/O. in_memory: whether its calls only copy memory.
 
     Used on one loop.
     """
@@ -239,7 +239,7 @@ class StoreLevel:
         self._absent = Names()
         self.hidden = Hidden()
         self._now = now
-        self.known = False
+        self.known = self.in_memory = False
         self.leaving = self.drained = False  # taken out: nothing is stored here; nor loaded
         self.draining_bytes = 0  # that have yet to be looked at, and copied if only this level has them
         self.changed: Callable[[str], None] | None = None  # called in the step in which it gets or loses an object
@@ -252,6 +252,7 @@ class StoreLevel:
     def opened(self) -> None:
         find = self.index.find
         self.known = find([], None) is not None and find([], Use(counts=False)) is not None
+        self.in_memory = self.known and not self.storage.slots_at_once
 
     @property
     def out(self) -> str:
@@ -277,11 +278,6 @@ class StoreLevel:
         hang = self.stores.slow_calls and (self.stores.hanging or self.stores.out)
         return "it is being taken out" if self.leaving else "stores to it do not end" if hang else ""
 
-    @property
-    def in_memory(self) -> bool:
-        """Whether its calls only copy memory."""
-        return self.known and not self.storage.slots_at_once
-
     def stick(self, names: Sequence[str], call: asyncio.Future[Any]) -> None:
         """Note that a call with these is too slow: nobody else asks for them here until it has ended."""
         self.stuck.update(names)
@@ -301,8 +297,8 @@ class StoreLevel:
     def has(self, names: Sequence[str]) -> list[bool | None]:
         """For each name, whether it is here; None if only `Storage.exists` can find out."""
         try:
-            found = self.find(names)
-        except Closed:  # another level loses objects after this one was closed
+            found = self.index.find(names, None)
+        except (StorageError, Closed):  # another level loses objects after this one was closed
             found = [False] * len(names)
         return [None] * len(names) if found is None else list(found)
 

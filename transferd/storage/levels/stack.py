@@ -324,19 +324,18 @@ class LevelsStorage(Storage, Index, Levels):
 
         What the task owes to those levels is `prove`'s.
         """
-        level = next((one for one in self.all_levels if one.known and not one.out), None)
-        if level is None:
-            return [False] * len(names)
-        there = level.find(names, use, stores=True)
-        assert there is not None
-        if use is not None and any(there):
-            here = itertools.compress(enumerate(names, use.start), there)
-            used = [Item(name, 0, use, depth) for depth, name in here]
-            for item in used:
-                for back in self.write_backs[level.number :]:
-                    back.offer(item.name, use, item.depth, level)
-            self._used(used)
-        return there
+        for level in self.all_levels:
+            if level.known and not level.out:
+                there = level.find(names, use, stores=True)
+                assert there is not None
+                if use is not None and any(there):
+                    here = itertools.compress(enumerate(names, use.start), there)
+                    used = [Item(name, 0, use, depth) for depth, name in here]
+                    for item, back in itertools.product(used, self.write_backs[level.number :]):
+                        back.offer(item.name, use, item.depth, level)
+                    self._used(used)
+                return there
+        return [False] * len(names)
 
     def owes(self, use: Use) -> bool:
         return bool(self._parts.urgent(use))

@@ -10,12 +10,13 @@ LEFT: the caller stores them again in other slots. Until that call has ended, no
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from transferd.errors import StorageError, StorageUnavailable
 from transferd.runtime.aio import is_awaited
-from transferd.storage.base import LEFT, Fill, Found, Item, Outcome, Outcomes, with_slots_back
+from transferd.storage.base import LEFT, NAME, NBYTES, Fill, Found, Item, Outcome, Outcomes, with_slots_back
 from transferd.storage.lent import chosen, chosen_call
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.parts import StackParts
@@ -40,29 +41,28 @@ class StackStore:
         self._room = set[WriteBack]()  # the lower levels in whose queues its objects have room
         self._outcomes: dict[int, Outcome] = {}
         self._late: list[asyncio.Future[Any]] = []
-        self._left: set[int] = set()  # objects that the caller makes again, in other slots
         self._born = 0  # the number of the latest fence when it began to store
 
     async def run(self) -> list[Outcome]:
         parts = self._parts
-        nbytes = sum([item.nbytes for item in self._items])
+        nbytes = sum(map(NBYTES, self._items))
         await self._wait_for_room(nbytes)
         self._born, todo = parts.fences.number, list(range(len(self._items)))
         try:
-            with parts.stores.of([item.name for item in self._items]), parts.traffic:
+            with parts.stores.of(list(map(NAME, self._items))), parts.traffic:
                 for level in parts.levels:
                     if todo:
                         todo = await self._store_in(level, todo)
         finally:
             for back in self._room:
                 back.came(nbytes)
-        outcomes = [LEFT if i in self._left else self._outcomes[i] for i in range(len(self._items))]
-        return Outcomes.after(outcomes, self._late)
+        return Outcomes.after(list(map(self._outcomes.__getitem__, range(len(self._items)))), self._late)
 
     async def _wait_for_room(self, nbytes: int) -> None:
         """Wait until so many bytes may wait for the levels below the first one that works, with the slots in hand."""
         parts, now, works = self._parts, self._parts.now(), False
-        ends = max([item.use.until for item in self._items[:1] if item.use], default=now + 2 * WAIT_S)
+        use = self._items[0].use if self._items else None
+        ends = math.inf if use is None else use.until
         until = min(now + WAIT_S, max(now, (now + ends) / 2))
         for above, back in zip(parts.levels, parts.write_backs, strict=False):
             works = works or not above.out_for_stores
@@ -83,7 +83,7 @@ class StackStore:
             slots = chosen(slots, which) if make is None else slots
         if make is not None and level.storage.slots_at_once:
             slots = slots[: level.storage.slots_at_once]
-        nbytes = sum([item.nbytes for item in items])
+        nbytes = sum(map(NBYTES, items))
         if not level.known:
             level.overwrite_hidden(items)
         limit, call = self._limit(level, items, nbytes), level.storage.store(items, make, slots)
@@ -94,7 +94,7 @@ class StackStore:
             self._leave(level, items, storing)
             if self._fill is None:
                 return list(todo)
-            self._left.update(todo)  # the slots are in use
+            self._outcomes.update(dict.fromkeys(todo, LEFT))  # the slots are in use
             return []
         try:
             answers: Sequence[Outcome] = storing.result()
@@ -105,7 +105,7 @@ class StackStore:
         if isinstance(answers, Outcomes):  # the slots are in use
             self._late.append(answers.returned)
             if self._fill is not None:
-                self._left.update(rest)
+                self._outcomes.update(dict.fromkeys(rest, LEFT))
                 return []
         return rest
 

@@ -40,7 +40,7 @@ import structlog
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.aio import Background, Paced, begun, resolve
-from transferd.storage.base import Found, Item, Outcome, with_slots_back
+from transferd.storage.base import NBYTES, Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.copying import CopyDown, Copying
 from transferd.storage.levels.level import MIB, StoreLevel
 from transferd.storage.lru import Use
@@ -513,7 +513,7 @@ class WriteBack:
         items = [Item(one.name, one.nbytes, PEEK) for one in batch]
         read = functools.partial(source.storage.load, items, None)
         try:
-            found, slots = await self.carry.filled([one.nbytes for one in batch], read, self._copying.late)
+            found, slots = await self.carry.filled(list(map(NBYTES, batch)), read, self._copying.late)
         except StorageError as failed:
             found, slots = [Outcome(Found.FAILED, failed)] * len(batch), [memoryview(b"")] * len(batch)
         rest, items, own = list[CopyDown](), list[Item](), list[memoryview]()
