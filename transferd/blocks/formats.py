@@ -353,6 +353,7 @@ class SealedBlocks(ObjectNamer):
         self.parts: tuple[ObjectPart, ...] = (ObjectPart("", 0, self.slot_bytes),)
         self.offsets = np.array([segment.offset for segment in layout.segments], dtype=np.int64)
         self.checked_bytes = layout.block_bytes
+        self._stamps = functools.partial(stamps, model=self.model, fingerprint=self.fingerprint)
 
     def possible(self, name: str, nbytes: int) -> bool:
         """Whether an object of this name could have this length. Most names do not determine the length."""
@@ -360,24 +361,22 @@ class SealedBlocks(ObjectNamer):
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
-        for slot, mark in zip(slots, self._stamps(ids, generation, rank), strict=True):
+        for slot, mark in zip(slots, self._stamps(ids, generation=generation, rank=rank), strict=True):
             seal(slot, self._payload, mark)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
-        marks = self._stamps(ids, generation, rank)
+        marks = self._stamps(ids, generation=generation, rank=rank)
         return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]
 
     def inspection(self, generation: str, block: str, rank: int) -> Inspection:
         """Like `check`, for one block, by its id. Raises InvariantError if the format splits a block into objects."""
-        return Inspection(self._stamps([block], generation, rank)[0], self.slot_bytes)
+        return Inspection(self._stamps([block], generation=generation, rank=rank)[0], self.slot_bytes)
 
     def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
         """The footers of these blocks one behind the other, without checksums. Raises the same."""
-        return b"".join([unsealed_footer(self._payload, one) for one in self._stamps(ids, generation, rank)])
-
-    def _stamps(self, ids: Iterable[str], generation: str, rank: int) -> list[Stamp]:
-        return stamps(ids, model=self.model, fingerprint=self.fingerprint, generation=generation, rank=rank)
+        marks = self._stamps(ids, generation=generation, rank=rank)
+        return b"".join(map(functools.partial(unsealed_footer, self._payload), marks))
 
 
 class RawPlanes:

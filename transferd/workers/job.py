@@ -137,7 +137,9 @@ class Job(msgspec.Struct, eq=False):
         self.runs.reverse()
 
     def key_ids(self, objects: ObjectFormat) -> Sequence[str]:
-        """Compute `ids`. Only the first rank needs to: all ranks use the same format for object names."""
+        """The `ids`. Only the first rank computes them: all ranks use the same format for object names."""
+        if self.ids:
+            return self.ids
         self.ids = objects.ids(getattr(self.task, "keys", ()))
         chains = getattr(self.task, "chains", None) or ()
         for (_, use), (at, _, parent) in zip(self.runs if chains else (), chains, strict=True):
@@ -208,8 +210,8 @@ class Share(msgspec.Struct, eq=False):
     def names(self) -> list[str]:
         """The object names of the job's keys on this rank."""
         if self._names is None:
-            context = self.context
-            self._names = context.format.names(self.job.generation, self._all_ids, context.object_rank)
+            context, job = self.context, self.job
+            self._names = context.format.names(job.generation, job.key_ids(context.format), context.object_rank)
         return self._names
 
     def items(self, positions: Sequence[int]) -> list[Item]:
@@ -222,12 +224,8 @@ class Share(msgspec.Struct, eq=False):
 
     def ids(self, positions: Sequence[int]) -> list[str]:
         """The ids of the blocks at these positions, for the object format."""
-        ids = self._all_ids
+        ids = self.job.key_ids(self.context.format)
         return [ids[i] for i in positions]
-
-    @property
-    def _all_ids(self) -> Sequence[str]:
-        return self.job.ids or self.job.key_ids(self.context.format)
 
     def step(self, what: str, count: int) -> None:
         """Note a step of the task for this rank."""
