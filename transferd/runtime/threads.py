@@ -267,11 +267,11 @@ class Crew:
 
     def run(self, function: Callable[[], T], what: object = None) -> Work[T]:
         """A future of the function's result. Raises NoThreads or Closed, and then the function never runs."""
-        self.open()
-        threads = self._native
-        if threads is not None and isinstance(function, NativeCall) and not function.calls:
-            work: Work[Any] = NativeWork(function, what, threads)
-            threads.put(work, function, whose.get())
+        if self._closed or not self._threads:
+            self.open()
+        if self._native is not None and isinstance(function, NativeCall) and not function.calls:
+            work: Work[Any] = NativeWork(function, what, self._native)
+            self._native.put(work, function, whose.get())
         else:
             work = Work(function, what)
             self._queue.put(work)
