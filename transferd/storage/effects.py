@@ -208,12 +208,16 @@ def _name_of(run: Any) -> str:
 
 
 class Traffic:
-    """Counts running calls: wrap each in `with traffic:`. Used on one event loop. reads: those that read objects."""
+    """Counts running calls: wrap each in `with traffic:`. Used on one event loop.
+
+    reads: those that read objects. is_quiet: whether none runs now.
+    """
 
     def __init__(self) -> None:
         self.reads = RunningCalls()
         self._under_way = 0
         self._quiet = asyncio.Event()
+        self.is_quiet = self._quiet.is_set
         self._quiet.set()
 
     def __enter__(self) -> None:
@@ -228,5 +232,5 @@ class Traffic:
     async def quiet(self, patience: float) -> bool:
         """Wait for a moment without traffic, at most `patience` seconds. Returns whether it came."""
         with contextlib.suppress(TimeoutError):
-            return self._quiet.is_set() or await wait_for(self._quiet.wait(), patience)
+            return self.is_quiet() or await wait_for(self._quiet.wait(), patience)
         return False

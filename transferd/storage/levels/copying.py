@@ -88,7 +88,7 @@ class Copying:
             if not why and (outcome := next(answers)).found in (Found.STORED, Found.EXISTS):
                 why = self.fences.forbids(item.name, born, source)
             copies[i] = item, outcome, why
-        for item, outcome, _ in reversed(copies):
+        for item, outcome, _ in reversed(copies if level is not self.levels[-1] else ()):  # the last one holds nothing
             if outcome.found is Found.STORED and item.use is not None:
                 self.let_go(level, item.name, item.use)
         for item, outcome, why in copies:

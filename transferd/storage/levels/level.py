@@ -287,10 +287,10 @@ class StoreLevel:
 
         call.add_done_callback(ended)
 
-    def find(self, names: Sequence[str], use: Use | None = None, *, stores: bool = False) -> list[bool] | None:
-        """The answer of its index (`Index.find`, or `stored`). A level that cannot be read has nothing."""
+    def find(self, names: Sequence[str], use: Use | None = None) -> list[bool] | None:
+        """The answer of its index (`Index.find`). A level that cannot be read has nothing."""
         try:
-            return (self.index.stored if stores else self.index.find)(names, use)
+            return self.index.find(names, use)
         except StorageError:
             return [False] * len(names)
 

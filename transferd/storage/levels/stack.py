@@ -326,7 +326,7 @@ class LevelsStorage(Storage, Index, Levels):
         """
         for level in self.all_levels:
             if level.known and not level.out:
-                there = level.find(names, use, stores=True)
+                there = level.index.stored(names, use)
                 assert there is not None
                 if use is not None and any(there):
                     here = itertools.compress(enumerate(names, use.start), there)

@@ -420,10 +420,9 @@ class WriteBack:
                     self._expire()
                     seconds = max(self._pace.left_s, RETRY_S if self.level.out else 0.0)
                     await self._until(lambda: self.closing, seconds)
-                if not (self.closing or self._hurried or self._urgent):
-                    await self._copying.traffic.quiet(
-                        LEISURE_S if self.pending_bytes < MUCH * self._most else GIVE_WAY_S
-                    )
+                traffic = self._copying.traffic
+                if not (self.closing or self._hurried or self._urgent or traffic.is_quiet()):
+                    await traffic.quiet(LEISURE_S if self.pending_bytes < MUCH * self._most else GIVE_WAY_S)
                 batch = self._next()
                 if batch:
                     await self._copy_batch(batch)
