@@ -528,7 +528,7 @@ class IndexedStorage(Index, Storage):
 
     def _read_run(self, drain: Drainer | None, slots: list[memoryview], run: Sequence[Read]) -> list[Answer]:
         """In a thread, unless the batch is small. slots: with `drain`, those that no thread uses now."""
-        return [self._read_one(drain, slots, read) for read in run]
+        return list(map(functools.partial(self._read_one, drain, slots), run))
 
     def _read_one(self, drain: Drainer | None, slots: list[memoryview], read: Read) -> Answer:
         position, item = read.position, read.item

@@ -132,7 +132,7 @@ class MemoryStorage(IndexedStorage):
 
     def _memory_for(self, write: Write) -> npt.NDArray[np.uint8]:
         """Removes the victims. The object gets the memory of its one victim, unless that is being read."""
-        nbytes, spare, left = write.item.nbytes, write.spare(self._traffic.reads.has), None
+        nbytes, spare, left = write.item.nbytes, write.victims and write.spare(self._traffic.reads.has), None
         while write.victims:
             name = write.victims.pop().name
             left = self._objects[hash(name) >> TO_PART].pop(name, None)
