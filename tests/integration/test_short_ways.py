@@ -13,11 +13,11 @@ import pytest
 from scripts.walk_task import Walk, walk_levels, walk_read, walk_swap_in, walk_swap_out, walk_write
 from transferd.storage.lru import LruIndex, Use
 
-MOST_FILES_OF_A_WRITE, MOST_CALLS_OF_A_WRITE = 34, 230  # to storage in memory
+MOST_FILES_OF_A_WRITE, MOST_CALLS_OF_A_WRITE = 33, 220  # to storage in memory
 MOST_FILES_OF_A_SWAP, MOST_CALLS_OF_A_SWAP = 25, 118
-MOST_FILES_OF_A_READ, MOST_CALLS_OF_A_READ = 44, 325  # from storage in files
-MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 55, 505  # a write to memory above files, and its copy
-MOST_CALLS_OF_A_BLOCK = 32  # of the index, for one that is written to a full store
+MOST_FILES_OF_A_READ, MOST_CALLS_OF_A_READ = 44, 320  # from storage in files
+MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 55, 468  # a write to memory above files, and its copy
+MOST_CALLS_OF_A_BLOCK = 31  # of the index, for one that is written to a full store
 
 Walks = Callable[[Path], Coroutine[Any, Any, Walk]]
 
