@@ -326,7 +326,10 @@ class LevelsStorage(Storage, Index, Levels):
         """
         for level in self.all_levels:
             if level.known and not level.out:
-                there = level.index.stored(names, use)
+                try:
+                    there = level.index.stored(names, use)
+                except StorageError:  # a class of another package may say so only here
+                    break
                 assert there is not None
                 if use is not None and any(there):
                     here = itertools.compress(enumerate(names, use.start), there)
