@@ -75,6 +75,7 @@ class Story(Node):
         self.users: dict[str, set[str]] = {key: set() for key in self.keys}  # which engines have asked for each
         self.loaded: dict[str, float] = {}  # when each was read the last time
         self.working: set[asyncio.Task[None]] = set()
+        self.resting = False  # at the end: no engine is in a hurry, so each use is one
 
     async def run(self) -> Counter[str]:
         try:
@@ -268,7 +269,7 @@ class Story(Node):
 
     async def submit(self, engine: str, task: ReadStorageTask | WriteStorageTask) -> tuple[TaskResult, bool]:
         """The result, and whether the engine has given the task up: it was in a hurry, or cancelled it."""
-        drawn, client = self.chance.random(), self.clients[engine]
+        drawn, client = 0.5 if self.resting else self.chance.random(), self.clients[engine]
         if drawn < 0.05:
             task = msgspec.structs.replace(task, timeout=HURRY_S)
         pushed = self.loop.create_task(client.submit(task))
@@ -312,6 +313,8 @@ class Story(Node):
     async def pin(self, keys: Sequence[str], ttl: float) -> None:
         began, harm = self.loop.time(), self.harm
         self.pinned |= set(keys)
+        for key in keys:
+            self.durable.pop(key, None)  # a pin replaces the engine's earlier one
         pinned = await self.clients[keys[0][0]].pin(keys, ttl)
         self.check_pinned(keys, pinned.durable, began)
         if pinned.durable == len(keys) and harm == self.harm:
@@ -373,6 +376,8 @@ class Story(Node):
         except TransferError:
             self.drained.discard(name)
             raise
+        if life == self.lives and change.state == "drained":
+            self.drained.add(name)  # a `use` that was sent after it may have begun before it
         returned = name == "file" and math.isinf(self.found_at)  # what a disk has brought back, it may not know yet
         if life == self.lives and name in self.drained and name != "object" and not returned:
             evicted = in_memory - self.where("memory")  # the answer takes its time to get here
@@ -512,6 +517,7 @@ class Story(Node):
         self.loop.note("all is well")
         await every(self.working)
         self.working.clear()
+        self.resting = True
         await self.use(sorted(self.drained))
         self.context.run(self.storage.reconfigure, self.config)  # a reload tries lost disks at once
         await asyncio.sleep(CALM_S)
