@@ -28,7 +28,7 @@ demo: $(STAMP) ## set up, then show the main job in under a minute
 	@$(BIN)/transferd demo
 
 test: $(TEST_STAMP) ## set up, then run every test this machine can
-	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n $$(($$(nproc) + 2)) --dist loadfile --no-loadscope-reorder --basetemp=$$base/t $(PYTEST_ARGS); \
+	@base=$$(mktemp -d /tmp/td.XXXX); $(BIN)/python -m pytest -n $$(($$(nproc) + 3)) --dist loadfile --no-loadscope-reorder --basetemp=$$base/t $(PYTEST_ARGS); \
 	code=$$?; rm -rf $$base; exit $$code
 # More processes than cores: tests wait for daemons and timers. A short path: a unix socket's name has at most 107 characters.
 
