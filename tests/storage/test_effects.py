@@ -114,8 +114,8 @@ async def test_at_most_so_many_threads_work_and_results_keep_their_order(at_once
 
 
 async def test_refused_is_what_no_thread_has_begun_and_what_comes_until_it_is_not() -> None:
-    threads, begun, over = ThreadPools(1), threading.Event(), threading.Event()
-    effects = Effects(threads, 2)
+    threads, begun, over, lost = ThreadPools(1), threading.Event(), threading.Event(), [""]
+    effects = Effects(threads, 2, lambda: lost[0])
 
     def effect(run: list[str]) -> list[str]:
         begun.set()
@@ -127,7 +127,8 @@ async def test_refused_is_what_no_thread_has_begun_and_what_comes_until_it_is_no
         await until(lambda: effects.steps == 1, "the first item is done")
         second = asyncio.ensure_future(effects.run(Direction.IN, [["three"]], effect))
         await asyncio.sleep(0)
-        effects.refuse("it hangs")
+        lost[0] = "it hangs"
+        effects.refuse()
         assert effects.refused.done()
         with pytest.raises(StorageUnavailable, match="it hangs"):
             await second
@@ -137,7 +138,8 @@ async def test_refused_is_what_no_thread_has_begun_and_what_comes_until_it_is_no
         over.set()
         assert await first == [["one"], ["slow"], ["two"]], "a thread had begun it"
         before = effects.steps
-        effects.refuse("")
+        lost[0] = ""
+        del effects.refused
         assert not effects.refused.done()
         assert await effects.run(Direction.IN, [["five"]], effect) == [["five"]]
         assert effects.steps == before + 1

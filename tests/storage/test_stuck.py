@@ -170,7 +170,7 @@ async def test_nothing_comes_back_to_the_index_of_a_lost_store(open_storage: Ope
     storage = await filled(open_storage, 2)
     storage.failures |= {f"remove {number}/0": StorageUnavailable("lost") for number in range(2)}
     entries = [entry for name in ("0/0", "1/0") if (entry := storage._index.get(name)) is not None]
-    storage._stuck._unusable = lambda: "its lock was removed"
+    storage._effects.unusable = lambda: "its lock was removed"
     assert await storage.drop(entries) == 2
     assert storage.find(["0/0", "1/0"], None) == [False, False]
 

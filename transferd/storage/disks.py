@@ -25,12 +25,11 @@ from typing import Any, TypeVar
 import structlog
 
 from transferd.blocks.keys import encode_text
-from transferd.config import Config, FileStorageSection, StorageSection
+from transferd.config import Config, StorageSection
 from transferd.errors import ConfigError, StorageError, StorageUnavailable
 from transferd.runtime.aio import Background, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
-from transferd.runtime.threads import Direction
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage, added, as_chain
 from transferd.storage.batch import RUN_BYTES
 from transferd.storage.file import FileStorage
@@ -60,6 +59,7 @@ SUSPECT = (
 
 
 C = TypeVar("C", Fill, Drainer)
+T = TypeVar("T")
 
 
 class Disk(FileStorage):
@@ -67,10 +67,6 @@ class Disk(FileStorage):
 
     _next_rest_s = 0.0  # 0 for REST_S
     _came = 0.0  # when it came back the last time
-
-    def __init__(self, section: FileStorageSection, **more: Any) -> None:
-        super().__init__(section, **more)
-        self._calls = Background()  # they may hang
 
     @functools.cached_property
     def _drawing(self) -> bytes:
@@ -81,38 +77,35 @@ class Disk(FileStorage):
 
     async def works(self) -> bool:
         """Try to write, to read and to remove a file. If that fails, the disk is lost."""
-        trial = self._calls.begin(self._threads.run(Direction.OUT, self._directory.try_out, "trial of a disk"))
-        if await self._answers(trial) and (error := trial.exception()) is not None:
-            if not isinstance(error, StorageError):
-                raise error
+        try:
+            trial = await self._watched(self._in_thread(self._directory.try_out, "trial of a disk"))
+            if trial.done():
+                trial.result()
+        except StorageError as error:
             self.fail(str(error), 0.0 if error.reason == "storage_gone" else self._next_rest_s or REST_S)
         return not self.lost
 
     async def outcomes(self, call: Awaitable[list[Outcome]], items: Sequence[Item]) -> list[Outcome]:
         """The outcomes of a call about these, also if the disk was lost in the step before it."""
         try:
-            calling = self._calls.begin(call)
-            if not await self._answers(calling, max(item.nbytes for item in items)):
-                await asyncio.wait([calling])  # threads use its slots
-            return calling.result()
+            return await (await self._watched(call, max(item.nbytes for item in items)))
         except StorageUnavailable as error:
             return [Outcome(Found.FAILED, error)] * len(items)
 
-    async def _answers(self, calling: asyncio.Future[Any], nbytes: int = 0) -> bool:
-        """Wait for a call about objects of so many bytes. Returns False if the disk hangs, and so is lost.
+    async def _watched(self, call: Awaitable[T], nbytes: int = 0) -> asyncio.Future[T]:
+        """Begin a call about objects of so many bytes, and wait for its end, or until the disk is lost as it hangs.
 
         It hangs if it answers nothing at all for `answers_s`, and a second for each MiB that its threads may have in
         hand.
         """
+        calling = self._files_keeper.works.begin(call)
         patience = self.answers_s + self._shares * max(nbytes, RUN_BYTES) / MIB
-        while not calling.done() and not self._effects.refused.done():
-            before = self._effects.steps
-            both = calling, self._effects.refused
+        while not calling.done() and not self.lost:
+            before, both = self._effects.steps, (calling, self._effects.refused)
             ended, _ = await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             if not ended and self._effects.steps == before:
                 self.fail(f"it has not answered for {patience:.0f} s")
-                self._effects.refuse(self.unusable())
-        return calling.done()
+        return calling
 
     async def read_mounts(self) -> dict[str, str]:
         """Read what its list of orders says of mount points, before the disk is opened."""

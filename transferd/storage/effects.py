@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from transferd.errors import Closed, StorageError, StorageUnavailable
-from transferd.runtime.aio import Background, every, resolve
+from transferd.runtime.aio import Background, every
 from transferd.runtime.compat import wait_for
 from transferd.runtime.native import NativeCall
 from transferd.runtime.threads import Direction, SharedItems, Threads, Work
@@ -29,6 +29,7 @@ class Effects:
 
     threads: borrowed.
     shares: how many threads work on the items of one call.
+    unusable: why the store is lost, "" while it is not. Loads and stores are refused while it is.
     quick: run background effects on the loop itself.
     busy: the names with a running effect that changes what is stored, and a future of its end.
     end: waits until no effect is in the background.
@@ -36,16 +37,18 @@ class Effects:
     answered: grows when a call or an order has ended.
     """
 
-    def __init__(self, threads: Threads, shares: int, *, quick: bool = False) -> None:
+    def __init__(
+        self, threads: Threads, shares: int, unusable: Callable[[], str] = str, *, quick: bool = False
+    ) -> None:
         self.busy: dict[str, asyncio.Future[None]] = {}
         self._names: dict[asyncio.Future[None], list[str]] = {}  # the same the other way round
         self._threads = threads
         self._shares = shares
+        self.unusable = unusable
         self._quick = quick
         self.answered = 0
         # The loads and stores that threads were given, and the future of each thread's share.
         self._given: dict[Call, Sequence[asyncio.Future[Any]]] = {}
-        self._refusal = ""
         self._background = background = Background(awaited=False)
         self._held = set[Any]()  # of those, what has yet to begin: it waits for a call
         self.background, self.end = background.begin, background.settled
@@ -90,23 +93,22 @@ class Effects:
         if not items:
             return []
         shared = SharedItems(effect, items, _name_of)
-        shares = shared.shares(min(self._shares, at_once or self._shares))
-        works = self._given[shared] = self._give(direction, shares)
+        await self._do(direction, shared, shared.shares(min(self._shares, at_once or self._shares)))
+        return cast("list[T]", shared.results)
+
+    async def _do(
+        self, direction: Direction, call: Call, shares: Sequence[Callable[[], object]], told: str = ""
+    ) -> None:
+        """Have threads do their shares of a load or a store. Raises StorageUnavailable if these are refused."""
+        if problem := self.unusable():
+            raise StorageUnavailable(problem)
+        # Only the first can raise: a crew starts all of its threads, or none.
+        works = self._given[call] = [self._threads.run(direction, share, told or share) for share in shares]
         try:
             await every(works)
         finally:
-            self.answered += len(items)
-            del self._given[shared]
-        return cast("list[T]", shared.results)
-
-    def _give(
-        self, direction: Direction, shares: Sequence[Callable[[], object]], told: str = ""
-    ) -> Sequence[asyncio.Future[Any]]:
-        """Have threads do their shares of a load or a store. Raises StorageUnavailable while these are refused."""
-        if self._refusal:
-            raise StorageUnavailable(self._refusal)
-        # Only the first can raise: a crew starts all of its threads, or none.
-        return [self._threads.run(direction, share, told or share) for share in shares]
+            self.answered += call.ended
+            del self._given[call]
 
     @property
     def steps(self) -> int:
@@ -115,21 +117,17 @@ class Effects:
 
     @functools.cached_property
     def refused(self) -> asyncio.Future[None]:
-        """Done while loads and stores are refused."""
+        """Done while the store is lost. Whoever opens it anew deletes this."""
         return asyncio.get_running_loop().create_future()
 
-    def refuse(self, why: str) -> None:
-        """End the loads and stores of which no thread has begun a share, and refuse others; "" to refuse none."""
-        self._refusal = why
-        if why:
-            resolve(self.refused, None)
-        else:
-            self.__dict__.pop("refused", None)
-        for works in list(self._given.values()) if why else ():
+    def refuse(self) -> None:
+        """End the loads and stores of which no thread has begun a share, in the step in which the store is lost."""
+        self.refused.set_result(None)
+        for works in list(self._given.values()):
             shares = [work for work in works if isinstance(work, Work)]
             if not any(work.begun for work in shares):
                 for work in shares:
-                    work.refuse(StorageUnavailable(why))
+                    work.refuse(StorageUnavailable(self.unusable()))
 
     async def run_native(
         self, direction: Direction, native: NativeBatch[W] | None, *, at_once: int = 0
@@ -143,11 +141,8 @@ class Effects:
         verb = "store" if direction is Direction.OUT else "load"
         told = f"{verb} of {len(work)} objects, {work[0].item.name} first"
         try:
-            works = self._given[call] = self._give(direction, shares, told)
-            await every(works)
+            await self._do(direction, call, shares, told)
         finally:
-            self.answered += len(work)
-            self._given.pop(call, None)
             answers = native.ended()
         both = zip(work, answers, strict=True)
         return {one.position: answer for one, answer in both if answer is not None}

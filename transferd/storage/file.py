@@ -382,7 +382,6 @@ class FileStorage(IndexedStorage):
         await asyncio.wait([writing], timeout=self.answers_s)
         if not writing.done():
             self.fail(f"it has not taken its list of orders for {self.answers_s:g} s")
-            self._effects.refuse(self.unusable())
             return False
         return writing.result()
 
@@ -490,6 +489,7 @@ class FileStorage(IndexedStorage):
         if not self.lost and not self._closed:
             self.lost, self.rest_s = problem, rest_s
             self._try_now.clear()
+            self._effects.refuse()
             self.emptied = asyncio.get_running_loop().create_future()
             self._recovering = asyncio.ensure_future(self._recover(self.emptied))
             self._recovering.add_done_callback(self._recovered)
@@ -510,7 +510,6 @@ class FileStorage(IndexedStorage):
         while not await self._traffic.quiet(LOOK_S):
             pass
         await self._effects.end()
-        self._effects.refuse("")
         while self.lost and not self._closing:
             with contextlib.suppress(TimeoutError):  # a reload of the configuration ends the rest
                 await wait_for(self._try_now.wait(), self.rest_s)
@@ -540,6 +539,7 @@ class FileStorage(IndexedStorage):
             self.lost = str(error)
             return False
         self.lost = ""
+        del self._effects.refused
         await self._files_keeper.catch_up()
         self._scrub.set_rate(self._scrub_rate)
         return True

@@ -65,7 +65,7 @@ class FilesKeeper(Keeper):
         """wall: Unix time."""
         self.places = places
         self._all = [place.index_keeper for place in places]
-        self._works = Background()
+        self.works = Background()  # on places that may hang
         self.book = OrderBook(wall)
 
     @property
@@ -111,7 +111,7 @@ class FilesKeeper(Keeper):
 
     async def _while_it_answers(self, place: Place, work: Awaitable[T]) -> T | None:
         """The result of work on a place. None if the place fails, or hangs, and so fails; the work then goes on."""
-        working = self._works.begin(work)
+        working = self.works.begin(work)
         while not working.done() and not place.lost:
             await asyncio.wait([working], timeout=ASK_S)
             if not working.done():

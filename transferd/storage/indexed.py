@@ -105,8 +105,9 @@ class IndexedStorage(Index, Storage):
         self._shrinking: asyncio.Task[None] | None = None
         self._threads = threads
         self._shares = shares
-        self._effects = Effects(threads, shares, quick=bool(inline_bytes))
-        self._stuck = StuckObjects(self._index, self._effects, self._remove, now, self.unusable)
+        self._effects = Effects(threads, shares, self.unusable, quick=bool(inline_bytes))
+        self.removed = self._effects.ended
+        self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
         self._inline_bytes = inline_bytes
         self.slots_at_once = 0 if inline_bytes else shares
         self._counts: Counter[str] = Counter()
@@ -575,9 +576,6 @@ class IndexedStorage(Index, Storage):
 
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         return self._stuck.remove_bad(fits)
-
-    async def removed(self, drops: Sequence[asyncio.Future[int]]) -> Collection[asyncio.Future[int]]:
-        return await self._effects.ended(drops)
 
     async def at_end(self) -> Collection[asyncio.Future[None]]:
         stores = set(self.stores.ends)

@@ -17,7 +17,7 @@ import enum
 import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -208,7 +208,7 @@ class Purging(Protocol):
     def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
         """The same of bad objects that fit, which are in no index and could not be put aside yet."""
 
-    async def removed(self, drops: Sequence[asyncio.Future[int]]) -> Collection[asyncio.Future[int]]:
+    def removed(self, drops: Sequence[asyncio.Future[int]], /) -> Awaitable[Collection[asyncio.Future[int]]]:
         """Wait for the ends of drops. Returns those that wait for a load that hangs."""
 
     async def at_end(self) -> Collection[asyncio.Future[None]]:

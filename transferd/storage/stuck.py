@@ -43,7 +43,6 @@ class StuckObjects:
     """One index's objects that cannot be removed. Used on one event loop.
 
     remove: an effect, which raises StorageError. now: monotonic seconds.
-    unusable: why the store is lost; then its index is empty, and nothing comes back to it.
 
     whole: set when an error of the whole store kept an object; whoever wants to know clears it first.
     """
@@ -52,7 +51,6 @@ class StuckObjects:
     _effects: Effects
     _remove: Callable[[str], None]
     _now: Callable[[], float]
-    _unusable: Callable[[], str]
     refused: dict[str, _Stuck] = field(default_factory=dict)
     _unread: Sequence[str] = ()
     whole: bool = False
@@ -64,7 +62,7 @@ class StuckObjects:
         """
         for victim in write.victims:
             del self._effects.busy[victim.name]
-            if not self._unusable():
+            if not self._effects.unusable():  # else the index is empty, and nothing comes back to it
                 self._index.restore(victim)
         for victim, error in write.refused:
             del self._effects.busy[victim.name]
@@ -74,7 +72,7 @@ class StuckObjects:
         return kept
 
     def _keep(self, victim: Victim, error: StorageError) -> None:
-        if self._unusable():
+        if self._effects.unusable():
             return
         if not victim.nbytes:  # it is bad (`note`), and must not be served
             self._note(victim, error)
