@@ -19,7 +19,7 @@ from transferd.storage import file_io
 from transferd.storage.base import Item
 from transferd.storage.batch import Write
 from transferd.storage.directory import ObjectDirectory
-from transferd.storage.queues import GONE, Use
+from transferd.storage.queues import GONE
 
 
 @pytest.fixture(params=[0o000, 0o007, 0o022, 0o077], ids=oct)
@@ -105,7 +105,7 @@ def test_a_disk_that_goes_during_a_native_call_leaves_nothing_beneath_it(tmp_pat
     root = tmp_path / "store"
     directory = ObjectDirectory(root, fsync=False, clock=SYSTEM_CLOCK)
     directory.open()
-    writes = [Write(i, Item(f"model/generation/ab{i}/0", 5), Use(), 0, []) for i in range(4)]
+    writes = [Write(i, Item(f"model/generation/ab{i}/0", 5), []) for i in range(4)]
 
     def fill(position: int, data: memoryview, near: bool, /) -> bool:
         data[:] = b"bytes"

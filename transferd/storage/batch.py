@@ -12,7 +12,7 @@ import msgspec
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
 from transferd.runtime.native import NativeCall
 from transferd.storage.base import Fill, Item, Outcome
-from transferd.storage.lru import Entry, LruIndex, Use, Victim
+from transferd.storage.lru import Entry, LruIndex, Victim
 
 # How long a write waits for running writes of its own task, so that these can make room. Two chunks of 128 MiB may be
 # under way (workers/write.py), so a disk that writes 13 MB/s is slow, but does not hang.
@@ -46,8 +46,6 @@ class Write(msgspec.Struct):
 
     position: int
     item: Item
-    use: Use
-    depth: int
     victims: list[Victim]  # objects to remove first, to make room; those that are still to be removed stay in the list
     error: StorageError | None = None
     withdrawn: bool = False

@@ -340,7 +340,7 @@ class IndexedStorage(Index, Storage):
                 what = f"no room for {nbytes} bytes: {others} fill {self._bound}"
             return self._failed(StorageFull(what, refusal="object"))
         self._counts["evictions"] += len(victims)
-        return Write(position, item, use, depth, victims)
+        return Write(position, item, victims)
 
     async def _write_wave(self, wave: list[Write], batch: StoreBatch) -> None:
         """Write all, record each outcome, then release their names."""
@@ -377,7 +377,7 @@ class IndexedStorage(Index, Storage):
             return False
         nbytes = sum(victim.nbytes for victim, _ in write.refused) or write.item.nbytes
         self._counts["evictions"] -= self._stuck.keep(write)
-        write.victims = self._index.evict(self._index.size(nbytes), write.use, write.depth)
+        write.victims = self._index.evict(self._index.size(nbytes), write.item.use, write.item.depth)
         self._counts["evictions"] += len(write.victims)
         if full:
             write.full = True
@@ -439,7 +439,8 @@ class IndexedStorage(Index, Storage):
         """On the loop: record how the write ended. Returns the objects that left the index, perhaps this one."""
         leaving = list[Victim]()
         if write.error is None and not write.withdrawn:
-            ended = write.depth >= write.use.ends_at(self._index.place)
+            assert write.item.use is not None
+            ended = write.item.depth >= write.item.use.ends_at(self._index.place)
             leaving = self._index.commit(write.item.name)
             self.index_keeper.stored(write.item.name)
             self._counts["evicted_shrink"] += 0 if ended else len(leaving)
