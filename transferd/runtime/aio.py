@@ -299,11 +299,6 @@ class Paced:
         self._closed = False
 
     @property
-    def awaited(self) -> bool:
-        """Whether a run will begin without another request."""
-        return self._timer.handle is not None or self._again is not None
-
-    @property
     def running(self) -> bool:
         return self._running is not None
 

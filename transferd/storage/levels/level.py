@@ -65,17 +65,22 @@ class Patience:
         samples = sorted(self._samples)
         return samples[len(samples) * 99 // 100] if samples else None
 
-    async def wait(self, call: Awaitable[T], limit: float | None, nbytes: int = 0) -> asyncio.Future[T]:
-        """Begin a call, and wait for it for so many seconds. If it has not ended then, it is too slow, and goes on."""
+    async def wait(
+        self, call: Awaitable[T], limit: float | None, nbytes: int = 0, *, measured: bool = True
+    ) -> asyncio.Future[T]:
+        """Begin a call, and wait for it for so many seconds. If it has not ended then, it is too slow, and goes on.
+
+        measured: False for a call that is like no other: how long it takes says nothing of them.
+        """
         began, running = self._now(), asyncio.ensure_future(call)
         if not running.done():
             await asyncio.wait([running], timeout=limit)
         if not running.done():
             self.late()
             running.add_done_callback(
-                lambda done: self.returned(None if done.exception() else self._now() - began, nbytes)
+                lambda done: self.returned(self._now() - began if measured and not done.exception() else None, nbytes)
             )
-        elif running.exception() is None:
+        elif measured and running.exception() is None:
             self.ended(self._now() - began, nbytes)
         return running
 
@@ -97,15 +102,6 @@ class Patience:
         self._slow += 1
         if self._slow >= SLOW_CALLS:
             self._out_until = self._now() + OUT_S
-
-    async def watch(self, call: Awaitable[T], within_s: float) -> asyncio.Future[T]:
-        """Begin a call of which nobody has a measure, and wait for so many seconds. If it then runs, it hangs."""
-        running = asyncio.ensure_future(call)
-        await asyncio.wait([running], timeout=within_s)
-        if not running.done():
-            self.late()
-            running.add_done_callback(lambda _: self.returned(None))
-        return running
 
     @property
     def out(self) -> bool:

@@ -115,7 +115,7 @@ class Promotions:
         try:
             if (target := self.above(source)) is not None:
                 bring = self.bring(above, [source] * len(above), slots, target, born, "promoted")
-                await (await target.stores.watch(bring, HANGS_S + sum(map(len, slots)) / MIB))
+                await (await target.stores.wait(bring, HANGS_S + sum(map(len, slots)) / MIB, measured=False))
         except StorageError:
             pass  # a later use promotes them
         finally:

@@ -23,7 +23,7 @@ import structlog
 
 from transferd.config import LevelSection, StorageSection
 from transferd.errors import Closed, StillRunning, StorageError
-from transferd.runtime.aio import Paced, begun, every, uncancelled
+from transferd.runtime.aio import Later, Paced, begun, every, uncancelled
 from transferd.runtime.clock import Clock
 from transferd.runtime.threads import ThreadPools, Threads, closed
 from transferd.storage.base import (
@@ -253,7 +253,7 @@ class LevelsStorage(Storage, Index, Levels):
         self._touches += items
         if len(self._touches) > MOST_TOUCHES:
             self._touch_now()
-        elif not self._touching.awaited:
+        else:
             self._touching.soon()
         if self._prefetcher.kept:
             self._prefetcher.used(items)
@@ -386,10 +386,7 @@ class LevelsStorage(Storage, Index, Levels):
                 load.sort(self._first, range(len(items)), answer.result())
             elif isinstance(answer, Coroutine):
                 answer.close()  # it has not begun
-        return self._loaded(items, load)
-
-    async def _loaded(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
-        return await uncancelled(self._load(items, load))
+        return Later(functools.partial(self._load, items, load))
 
     async def _load(self, items: Sequence[Item], load: StackLoad) -> list[Outcome]:
         with self._parts.traffic:

@@ -96,7 +96,7 @@ class Sweep:
                 back.offer(name, use, depth)
         for name in todo:
             back.remember(name)
-        back.swept()
+        back.wake()
 
     async def _compare(self, back: WriteBack) -> None:
         """Remember what the level lacks of each level above; of the last used objects, if it must be asked."""

@@ -123,7 +123,7 @@ class Carry:
         Nothing else is stored there until it has ended.
         """
         within_s = HANGS_S + nbytes / MIB
-        storing = await level.stores.watch(copy, within_s)
+        storing = await level.stores.wait(copy, within_s, measured=False)
         if not storing.done():
             self._hang(late.begin(storing), "a store", within_s)
         return storing.result()
@@ -245,7 +245,7 @@ class WriteBack:
     def came(self, nbytes: int) -> None:
         """Note the end of a store that had `room`."""
         self._coming -= nbytes
-        self._wake()
+        self.wake()
 
     def fits(self, nbytes: int) -> bool:
         """Whether there is room for so many bytes now."""
@@ -328,7 +328,7 @@ class WriteBack:
             for one in list(filter(fits, queue.values())):
                 del queue[one.name]
                 self._end(one, why, error)
-        self._wake()
+        self.wake()
 
     def _hurry(self, name: str) -> None:
         if name in self._queue:
@@ -396,10 +396,6 @@ class WriteBack:
         finally:
             self._hurried -= 1
 
-    def swept(self) -> None:
-        """Note the end of a sweep."""
-        self._wake()
-
     async def close(self) -> None:
         """Give up waiting copies. Returns when no copy runs."""
         self.closing = True
@@ -428,7 +424,7 @@ class WriteBack:
                     await self._copy_batch(batch)
         finally:
             self._task = None
-            self._wake()
+            self.wake()
 
     def _next(self) -> list[CopyDown]:
         """The next copies that wait, as many as one call takes, of one source."""
@@ -480,7 +476,7 @@ class WriteBack:
         if self._urgent and (error := self.takes_nothing) is not None:
             for one in self._urgent.values():
                 self._answer(one, error)
-        self._wake()
+        self.wake()
 
     def _waits(self, one: CopyDown, error: StorageError) -> bool:
         """The level has refused an object: tell the task that waits for it. Returns False if the copy has ended."""
@@ -550,8 +546,7 @@ class WriteBack:
             self.level.counts["copied"] += 1
             if not found:
                 self.level.wrote(one.name)
-        if one.end is not None:
-            resolve(one.end, error)
+        self._answer(one, error)
         self._copying.let_go(one.source, one.name, one.use)
 
     def _answer(self, one: CopyDown, error: StorageError | None) -> None:
@@ -572,7 +567,8 @@ class WriteBack:
             self._changed = asyncio.get_running_loop().create_future()
         await asyncio.wait([self._changed], timeout=within_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Note that something has changed for which somebody may wait: of the copies, or a sweep has ended."""
         if self._changed is not None:
             resolve(self._changed, None)
 
