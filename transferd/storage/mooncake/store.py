@@ -338,7 +338,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def _put(self, batch: Batch) -> dict[str, Outcome]:
         self._breaker.check()  # fail before waiting in the merger
         doubted = [key for key in batch if key in self._suspects]
-        replaced = await self._replace(part_of(batch, doubted))
+        replaced = await self._replace(part_of(batch, doubted)) if doubted else {}
         usual = part_of(batch, [key for key in batch if key not in replaced])
         answers = await self._puts.run(usual) if usual else {}
         before: PoolState | None = None
@@ -357,7 +357,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             self._peers.put_failed()
             answers |= await self._put_together(part_of(batch, broken), alone=True)
         unseen = [key for key, code in answers.items() if code == error_codes.UNSEEN]
-        answers |= await self._settle(part_of(batch, unseen))
+        answers |= await self._settle(part_of(batch, unseen)) if unseen else {}
         answers |= replaced
         self._suspects.stored(key for key in doubted if answers[key] == error_codes.OK)
         after = await self._looks.look() if error_codes.NO_AVAILABLE_HANDLE in answers.values() else None
@@ -368,8 +368,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _replace(self, batch: Batch) -> dict[str, int]:
         """Overwrite objects. Returns their codes."""
-        if not batch:
-            return {}
         return await self._native(CallKind.STORE, lambda client: client.replace(batch), len(batch))
 
     async def _put_together(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
@@ -394,10 +392,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._counts["contested"] += len(missing)
         try:
             for pause in CONTEST_PAUSES_S:
-                if not missing:
-                    break
                 await asyncio.sleep(pause)
                 missing = await self._absent(missing)
+                if not missing:
+                    return dict.fromkeys(unseen, error_codes.OK)
             # The other writer does not finish, or there is none: a full pool may evict an object before our lookup
             # has leased it. So overwrite what is there.
             self._counts["taken_over"] += len(missing)
@@ -413,8 +411,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _absent(self, batch: Batch) -> Batch:
         """The part of a batch that a get would miss now."""
-        if not batch:
-            return batch
         found = await self._native(CallKind.STORE, lambda client: client.exists(batch))
         return part_of(batch, [key for key, code in found.items() if code != 1])
 
@@ -440,12 +436,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             else:
                 outcomes[key] = MISSING if code in error_codes.NOT_THERE else failed("load", key, code)
         self._suspects.came(key for key in doubted if outcomes.get(key) is FOUND)
-        return outcomes | await self._misfits(part_of(batch, odd))
+        return outcomes | (await self._misfits(part_of(batch, odd)) if odd else {})
 
     async def _misfits(self, batch: Batch) -> dict[str, Outcome]:
         """Objects of another length than their buffers: report them as missing. The next put replaces them."""
-        if not batch:
-            return {}
         try:
             lengths = await self._native(CallKind.LOAD, lambda client: client.lengths(batch))
         except StorageError as error:
