@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import re
 import shutil
@@ -384,6 +385,48 @@ async def test_a_disk_that_hangs_in_loads_and_stores_alone_is_left_out_until_it_
     await asyncio.gather(*loading)
     await until(lambda: not ill.lost, "it answers")
     assert await there(harness, [*names(60), *names(5, 100)]) == {*names(60), *names(5, 100)}
+
+
+async def test_stores_that_look_at_a_disk_that_hangs_go_on_without_it(open_storage: Open, tmp_path: Path) -> None:
+    """They look at one with little room before they store, and kept their slots until it answered."""
+    store = hung_disks(tmp_path)
+    harness = await open_storage(store)
+    ill = store._all[1]
+    ill._bounds = ill._capacity - 1, math.inf, "reserve"
+    answer = hang(store, tmp_path)
+    storing = [asyncio.ensure_future(put(harness, [one])) for one in names(20)]
+    await until(lambda: "it has not answered" in ill.lost, "nothing was ordered")
+    _, waiting = await asyncio.wait(storing, timeout=20.0)
+    answer()
+    assert not waiting, "no thread has any of their slots"
+    assert {found for one in storing for found in one.result()} == {Found.STORED}
+    await until(lambda: not ill.lost, "it answers")
+
+
+async def test_a_disk_that_hangs_while_files_are_looked_at_is_left_out(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes of what is stored make no other call: each waited until its deadline, for as long as the disk hung."""
+    store = hung_disks(tmp_path)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    ill, over = store._all[1], threading.Event()
+    missing, ill.answers_s = ill._directory.missing, 0.05
+
+    def hangs(*file: Any) -> str:
+        over.wait(60.0)
+        return missing(*file)
+
+    monkeypatch.setattr(ill._directory, "missing", hangs)
+    its = {one for one in names(40) if ill.has(one)}
+    looking = asyncio.ensure_future(store.look(names(40)))
+    await asyncio.wait([looking], timeout=20.0)
+    answered = looking.done()
+    ill.answers_s = Disk.answers_s
+    over.set()
+    assert await looking == [one not in its for one in names(40)]
+    assert answered, "others have it, or it is stored again"
+    await until(lambda: not ill.lost, "it answers")
 
 
 async def test_a_disk_that_answers_anything_does_not_hang(

@@ -48,6 +48,7 @@ log = structlog.get_logger(__name__)
 # How long a failed disk is left alone before it is tried; twice as long after each further failure.
 REST_S, MOST_REST_S = 30.0, 3600.0
 MIB = 1024**2
+LOOK_BYTES = 4096  # that a look at a file reads, at most
 MOST_SLOTS = 16  # that a call uses at a time, on all disks together
 DEAD = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ENOTCONN, errno.EUCLEAN)
 SUSPECT = (
@@ -78,7 +79,7 @@ class Disk(FileStorage):
     async def works(self) -> bool:
         """Try to write, to read and to remove a file. If that fails, the disk is lost."""
         try:
-            trial = await self._watched(self._in_thread(self._directory.try_out, "trial of a disk"))
+            trial = await self.watched(self._in_thread(self._directory.try_out, "trial of a disk"))
             if trial.done():
                 trial.result()
         except StorageError as error:
@@ -88,11 +89,11 @@ class Disk(FileStorage):
     async def outcomes(self, call: Awaitable[list[Outcome]], items: Sequence[Item]) -> list[Outcome]:
         """The outcomes of a call about these, also if the disk was lost in the step before it."""
         try:
-            return await (await self._watched(call, max(item.nbytes for item in items)))
+            return await (await self.watched(call, max(item.nbytes for item in items)))
         except StorageUnavailable as error:
             return [Outcome(Found.FAILED, error)] * len(items)
 
-    async def _watched(self, call: Awaitable[T], nbytes: int = 0) -> asyncio.Future[T]:
+    async def watched(self, call: Awaitable[T], nbytes: int = 0) -> asyncio.Future[T]:
         """Begin a call about objects of so many bytes, and wait for its end, or until the disk is lost as it hangs.
 
         It hangs if it answers nothing at all for `answers_s`, and a second for each MiB that its threads may have in
@@ -280,9 +281,10 @@ class Disks(Storage, Index):
 
     async def _looked_at(self, disk: Disk, names: Sequence[str]) -> dict[str, bool]:
         """What a disk has of these; nothing if it fails. Raises StorageError if it works, and cannot be looked at."""
-        for last in (False, True):  # it may have been away for a moment
+        for last in (False, True) if names else ():  # it may have been away for a moment
             try:
-                return dict(zip(names, await disk.look(names), strict=True)) if names else {}
+                looking = await disk.watched(disk.look(names), LOOK_BYTES * len(names))
+                return dict(zip(names, looking.result(), strict=True)) if looking.done() else {}
             except StorageError as error:
                 if error.reason not in SUSPECT or (await self._still_works(disk) and last):
                     raise

@@ -64,6 +64,10 @@ class Effects:
             hanging = waiting & self._held
         return hanging
 
+    async def ends(self, effect: asyncio.Future[Any]) -> None:
+        """Wait for the end of an effect in the background, or until the store is lost: then it may hang."""
+        await asyncio.wait((effect, self.refused), return_when=asyncio.FIRST_COMPLETED)
+
     def occupy(self, names: Sequence[str], done: asyncio.Future[None]) -> None:
         """Mark an effect on these names as running until `done`."""
         for name in names:

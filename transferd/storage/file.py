@@ -473,7 +473,8 @@ class FileStorage(IndexedStorage):
     async def _prepare(self) -> None:
         """Look again at a disk that has too little room: other programs may have made some."""
         if self._bounds[0] < self._capacity or self._bounds[1] - len(self._index) < NEARLY:
-            await self._look()
+            await self._effects.ends(self._effects.background(self._look()))
+            self._check_open()
 
     def _wrote(self) -> None:
         self._looking.soon()

@@ -361,7 +361,7 @@ class IndexedStorage(Index, Storage):
                 write = unsettled.pop()
                 leaving += self._settle(write, batch)
         finally:
-            for write in unsettled:  # only after a bug in an effect
+            for write in unsettled:  # the store is lost, or there is a bug in an effect
                 self._index.release(write.item.name)
             self._effects.vacate(done)
             if leaving:
@@ -479,7 +479,7 @@ class IndexedStorage(Index, Storage):
                 answers = await self._read_all(drain, slots, reads)
             outcomes, bad = self._judge(items, reads, answers)
             if bad:
-                await self._put_aside(bad)
+                await self._effects.ends(self._put_aside(bad))
         return outcomes
 
     async def _without(self, bad: asyncio.Future[None], outcomes: list[Outcome]) -> list[Outcome]:
