@@ -630,8 +630,8 @@ MUTANTS = (
     Mutant(
         "a disk that has failed keeps its objects in its index",
         "storage/file.py",
-        "        before = await self._forget_all()\n",
-        "        before = 0\n",
+        "            self.emptied = asyncio.ensure_future(self._forget_all())\n",
+        "            self.emptied = asyncio.ensure_future(asyncio.sleep(0, 0))\n",
         finder="store_world",
     ),
     Mutant(

@@ -127,7 +127,7 @@ class FileStorage(IndexedStorage):
         self.lost_objects = 0  # that it had whenever it was lost
         self.unread: Sequence[str] = ()
         self.tried: set[str] = set()
-        self.emptied: asyncio.Future[int] | None = None  # done once its objects have left: how many there were
+        self.emptied: asyncio.Task[int] | None = None  # done once its objects have left: how many there were
         self._possible: Callable[[str, int], bool] = lambda _name, _nbytes: True
         self._presence = PresenceCheck(
             self._directory, self._index, self._threads, self._traffic, self._effects.busy, self._dropped
@@ -491,7 +491,7 @@ class FileStorage(IndexedStorage):
             self.lost, self.rest_s = problem, rest_s
             self._try_now.clear()
             self._effects.refuse()
-            self.emptied = asyncio.get_running_loop().create_future()
+            self.emptied = asyncio.ensure_future(self._forget_all())
             self._recovering = asyncio.ensure_future(self._recover(self.emptied))
             self._recovering.add_done_callback(self._recovered)
 
@@ -501,13 +501,12 @@ class FileStorage(IndexedStorage):
         if self._recovering is not None:
             await asyncio.wait([self._recovering], timeout=ANEW_S)
 
-    async def _recover(self, emptied: asyncio.Future[int]) -> None:
-        """Forget all objects, wait until nothing touches the directory, and open it anew; again until that works."""
-        before = await self._forget_all()
+    async def _recover(self, emptied: asyncio.Task[int]) -> None:
+        """Wait until it has no objects and nothing touches the directory, and open it anew; again until that works."""
+        before = await emptied
         if self.lost != ANEW:
             self.lost_objects += before
             self._say_lost(before)
-        emptied.set_result(before)
         while not await self._traffic.quiet(LOOK_S):
             pass
         await self._effects.end()
@@ -563,8 +562,6 @@ class FileStorage(IndexedStorage):
 
     def _recovered(self, done: asyncio.Task[None]) -> None:
         self._recovering = None
-        if self.emptied is not None and not self.emptied.done():  # only after a bug
-            self.emptied.set_result(0)
         if not done.cancelled() and (error := done.exception()) is not None:
             log.error("a lost store could not be opened anew (bug)", exc_info=error)
 

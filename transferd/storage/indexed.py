@@ -108,6 +108,7 @@ class IndexedStorage(Index, Storage):
         self._effects = Effects(threads, shares, self.unusable, quick=bool(inline_bytes))
         self.removed = self._effects.ended
         self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
+        self.drop_bad = self._stuck.remove_bad
         self._inline_bytes = inline_bytes
         self.slots_at_once = 0 if inline_bytes else shares
         self._counts: Counter[str] = Counter()
@@ -574,9 +575,6 @@ class IndexedStorage(Index, Storage):
         gone = [Victim(one.name, one.nbytes) for one in entries if self._index.forget(one.name, one, PURGED)]
         unread = self._traffic.reads.without([victim.name for victim in gone])
         return self._stuck.remove(gone, after=unread)
-
-    def drop_bad(self, fits: Callable[[str], bool]) -> asyncio.Future[int]:
-        return self._stuck.remove_bad(fits)
 
     async def at_end(self) -> Collection[asyncio.Future[None]]:
         stores = set(self.stores.ends)

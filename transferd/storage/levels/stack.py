@@ -415,7 +415,7 @@ class LevelsStorage(Storage, Index, Levels):
     def quarantine(self, name: str) -> Awaitable[object]:
         """In all levels, because the damaged copy's level is not known. Its end waits for copies of it that run."""
         works = [self.quarantine_at(name, level.number) for level in self.all_levels]
-        return every([*works, self._parts.settled([back for back in self.write_backs if back.copies(name)])])
+        return every([*works, self._parts.settled([back for back in self.write_backs if name in back.running])])
 
     def quarantine_at(self, name: str, level: int) -> Awaitable[object]:
         """Only in this level, and in the level with a copy of its copy."""

@@ -193,6 +193,7 @@ class WriteBack:
     """The copies to one level. Used on one loop.
 
     lacking: objects that the level lacks, of which no copy waits; sweep.py queues them again. sweep: its next run.
+    running: the copies that run now, by name.
     """
 
     sweep: Paced
@@ -208,7 +209,7 @@ class WriteBack:
         self._now = copying.now
         self._queue: OrderedDict[str, CopyDown] = OrderedDict()
         self._urgent: OrderedDict[str, CopyDown] = OrderedDict()
-        self._running: dict[str, CopyDown] = {}
+        self.running: dict[str, CopyDown] = {}
         self._coming = 0  # bytes of stores that have room and run now
         self._changed: asyncio.Future[None] | None = None  # what waits for a change of any of these waits for it
         self._task: asyncio.Task[None] | None = None
@@ -365,14 +366,10 @@ class WriteBack:
             await self._change(RETRY_S)
         return self._task is None and not self.closing
 
-    def copies(self, name: str) -> bool:
-        """Whether a copy of this object runs now."""
-        return name in self._running
-
     async def copied(self) -> None:
         """Wait for the end of the copy that runs now."""
         before = self.answered
-        while self._running and self.answered == before:
+        while self.running and self.answered == before:
             await self._change()
 
     async def flush(self, within_s: float) -> None:
@@ -437,7 +434,7 @@ class WriteBack:
             batch.append(one)
         for one in batch:
             del queue[one.name]
-            self._running[one.name] = one
+            self.running[one.name] = one
         return batch
 
     def _expire(self) -> None:
@@ -451,14 +448,14 @@ class WriteBack:
         try:
             refused = await self._copy(batch)
         except StorageError as error:
-            refused = [(one, error) for one in reversed(batch) if one.name in self._running]
+            refused = [(one, error) for one in reversed(batch) if one.name in self.running]
         finally:
             self.answered += 1
         if took := self.level.counts["copied"] - before:
             self.longest_s = max(self.longest_s, self._now() - began)
         waits = [(one, error) for one, error in refused if self._waits(one, error)]
         for one, _ in waits:
-            del self._running[one.name]
+            del self.running[one.name]
             self._queue[one.name] = one
             if not took and len(batch) > 1:  # else others first: perhaps it is only this one
                 self._queue.move_to_end(one.name, last=False)
@@ -501,8 +498,8 @@ class WriteBack:
             asked = self._now()
             there = self.level.said(names, await self.level.storage.exists(names), asked)
             for name in itertools.compress(names, there):
-                self._end(self._running[name], "", None, found=True)
-            batch = [one for one in batch if one.name in self._running]
+                self._end(self.running[name], "", None, found=True)
+            batch = [one for one in batch if one.name in self.running]
         if not batch:
             return []
         items = [Item(one.name, one.nbytes, PEEK) for one in batch]
@@ -532,7 +529,7 @@ class WriteBack:
 
     def _end(self, one: CopyDown, why: str, error: StorageError | None, *, found: bool = False) -> None:
         """End a copy that was made (why is ""), or given up. found: the level has said that it has the object."""
-        self._running.pop(one.name, None)
+        self.running.pop(one.name, None)
         self.pending_bytes -= one.nbytes
         copies = self._copying.unsaved[one.name]
         del copies[self.level.number]
