@@ -19,13 +19,15 @@ MOST_FILES_OF_A_READ, MOST_CALLS_OF_A_READ = 44, 320  # from storage in files
 MOST_FILES_OF_LEVELS, MOST_CALLS_OF_LEVELS = 55, 468  # a write to memory above files, and its copy
 MOST_CALLS_OF_A_BLOCK = 31  # of the index, for one that is written to a full store
 
-Walks = Callable[[Path], Coroutine[Any, Any, Walk]]
+MANY = 40  # tasks, of which the shortest counts: a busy loop looks at its own turns
+
+Walks = Callable[[Path, int], Coroutine[Any, Any, Walk]]
 
 
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     # The count is of one loop's callbacks in order, so one kind of loop is enough.
-    return asyncio.run(walk_write(tmp_path_factory.mktemp("walk")))
+    return asyncio.run(walk_write(tmp_path_factory.mktemp("walk"), MANY))
 
 
 def test_a_write_crosses_few_files_in_few_calls(walk: Walk) -> None:
@@ -35,19 +37,19 @@ def test_a_write_crosses_few_files_in_few_calls(walk: Walk) -> None:
 
 @pytest.mark.parametrize("swap", [walk_swap_out, walk_swap_in])
 def test_a_swap_crosses_few_files_in_few_calls(swap: Walks, tmp_path: Path) -> None:
-    walk = asyncio.run(swap(tmp_path))
+    walk = asyncio.run(swap(tmp_path, MANY))
     assert len(walk.files) <= MOST_FILES_OF_A_SWAP, walk.files
     assert len(walk.calls) <= MOST_CALLS_OF_A_SWAP, walk.calls
 
 
 def test_a_write_to_levels_crosses_few_files_and_asks_little(tmp_path: Path) -> None:
-    walk = asyncio.run(walk_levels(tmp_path, tasks=40))  # a busy loop looks at its own turns: the shortest of many
+    walk = asyncio.run(walk_levels(tmp_path, MANY))
     assert len(walk.files) <= MOST_FILES_OF_LEVELS, walk.files
     assert len(walk.calls) <= MOST_CALLS_OF_LEVELS, walk.calls
 
 
 def test_a_read_of_a_file_crosses_few_files_in_few_calls(tmp_path: Path) -> None:
-    walk = asyncio.run(walk_read(tmp_path))
+    walk = asyncio.run(walk_read(tmp_path, MANY))
     assert len(walk.files) <= MOST_FILES_OF_A_READ, walk.files
     assert len(walk.calls) <= MOST_CALLS_OF_A_READ, walk.calls
 
