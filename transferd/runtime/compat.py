@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from transferd.errors import RequestError
+
 __all__ = [
     "UTC",
     "BaseExceptionGroup",
@@ -25,6 +27,7 @@ __all__ = [
     "TaskGroup",
     "cancelled_from_outside",
     "convert",
+    "converted",
     "count_cancellations",
     "timeout",
     "timeout_at",
@@ -151,3 +154,11 @@ def convert(data: Any, kind: type[T], *, dec_hook: Callable[[type, Any], Any] | 
             msgspec.msgpack.Decoder(kind, dec_hook=dec_hook)
             _known.add(kind)
     return msgspec.convert(data, kind, dec_hook=dec_hook, strict=strict)
+
+
+def converted(data: Any, kind: type[T], what: str, code: str = "bad_value") -> T:
+    """`convert` for what a peer has sent. Raises RequestError: what is wrong with it, in the words `what`, and why."""
+    try:
+        return convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{what}: {error}", code=code) from None

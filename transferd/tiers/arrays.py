@@ -17,7 +17,7 @@ import numpy as np
 from transferd.blocks.layout.base import Arena, BlockLayout, Geometry, Segment
 from transferd.blocks.layout.families import PagesLayout
 from transferd.errors import RequestError
-from transferd.runtime.compat import convert
+from transferd.runtime.compat import converted
 from transferd.tiers.extents import extent, overlapping
 
 MISMATCH = "layout_mismatch"
@@ -64,10 +64,7 @@ def locate(layout: BlockLayout, arrays: object, regions: Sequence[Region]) -> Ar
     arrays: as in a handle, in any order. An array may have more blocks than the layout, never fewer.
     Raises RequestError with code `layout_mismatch` that names the array.
     """
-    try:
-        places = convert(arrays, list[ArrayPlace])
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the handle's arrays are malformed: {error}", code=MISMATCH) from None
+    places = converted(arrays, list[ArrayPlace], "the handle's arrays are malformed", MISMATCH)
     found: dict[tuple[str, int], ArrayPlace] = {}
     for place in places:
         if found.setdefault((place.plane, place.layer), place) is not place:
@@ -150,10 +147,7 @@ def locate_offered(layout: BlockLayout, data: Mapping[str, Any], regions: Sequen
 
 
 def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) -> Arena:
-    try:
-        segments = convert(said, list[PageSegment])
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the handle's segments are malformed: {error}", code=MISMATCH) from None
+    segments = converted(said, list[PageSegment], "the handle's segments are malformed", MISMATCH)
     if len(segments) != layout.layers:
         what = f"the handle has {len(segments)} segments; the layout needs {layout.layers}, one per layer"
         raise RequestError(what, code=MISMATCH)

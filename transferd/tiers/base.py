@@ -104,6 +104,9 @@ class DeviceTier(ABC):
     windows: ClassVar[bool] = False
     """Whether blocks may share bytes (`cache.windows`). Such a class attaches, and is addressable."""
 
+    outlives_close: ClassVar[bool] = False
+    """Whether another process may keep the memory mapped after `close`."""
+
     addressable: bool = False
     """Whether, while the tier is open, `arena.origin` is an address in this process, and the CPU may read and write
     the blocks there (workers/cpu_blocks.py)."""
@@ -128,11 +131,6 @@ class DeviceTier(ABC):
         The daemon calls this first for each rank, so these errors appear before any memory is allocated.
         """
         return MEMORY_LOCK
-
-    @property
-    def outlives_close(self) -> bool:
-        """Whether another process may keep the memory mapped after `close`."""
-        return False
 
     @property
     def waiting_s(self) -> float:

@@ -237,8 +237,5 @@ def _without(keys: Collection[str], data: Mapping[str, Any]) -> dict[str, Any]:
 
 def sealed(fd: int) -> None:
     """Seal the memory against shrinking, if it can be sealed. Raises RequestError if it is not shared memory."""
-    seals = seals_of(fd)
-    if seals is None:
-        raise RequestError(f"descriptor {fd} is not shared memory", code="not_attachable")
-    if not seals & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
+    if not _check_shared(fd, f"descriptor {fd}") & (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

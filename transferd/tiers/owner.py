@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from transferd.errors import EngineGone, RequestError
-from transferd.runtime.compat import convert
+from transferd.runtime.compat import convert, converted
 
 PROC = Path("/proc")
 
@@ -97,10 +97,7 @@ def check_owner(data: object) -> Owner:
 
     Raises RequestError if the data is no owner, EngineGone if the owner is dead.
     """
-    try:
-        owner = convert(data, Owner)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the handle's owner is malformed: {error}", code="bad_value") from None
+    owner = converted(data, Owner, "the handle's owner is malformed")
     if owner.boot != _boot():
         raise EngineGone("the handle is from another machine, or from before this machine's last boot")
     if owner.namespace == _namespace() and not _alive(owner):

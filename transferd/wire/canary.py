@@ -19,8 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from transferd.errors import RequestError
-from transferd.runtime.compat import convert
+from transferd.runtime.compat import converted
 
 KEY = "canary"
 CHECKED = "checked"  # the value that answers an offer with a canary
@@ -48,7 +47,4 @@ def taken_from(data: Mapping[str, Any]) -> tuple[dict[str, Any], Canary | None]:
     said = rest.pop(KEY, None)
     if said is None:
         return rest, None
-    try:
-        return rest, convert(said, Canary)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the handle's canary is invalid: {error}", code="bad_value") from None
+    return rest, converted(said, Canary, "the handle's canary is invalid")

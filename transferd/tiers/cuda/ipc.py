@@ -36,7 +36,7 @@ import msgspec
 import structlog
 
 from transferd.errors import DeviceLost, RequestError, TierError
-from transferd.runtime.compat import convert
+from transferd.runtime.compat import converted
 from transferd.tiers.arrays import MISMATCH, Region
 from transferd.tiers.cuda.driver import DeviceInfo, Driver
 from transferd.tiers.cuda.owned import Owned
@@ -98,10 +98,7 @@ def as_data(handle: CudaHandle) -> dict[str, Any]:
 
 def read(data: object) -> CudaHandle:
     """Convert plain data to a handle. Raises RequestError if the data is malformed."""
-    try:
-        handle = convert(data, CudaHandle)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"the handle cannot be read: {error}", code="bad_value") from None
+    handle = converted(data, CudaHandle, "the handle cannot be read")
     for region in handle.regions:
         if region.nbytes <= 0 or region.offset < 0 or not 0 <= region.into < BLOCK:
             raise RequestError(f"a region of {region.nbytes} bytes at {region.offset}", code="bad_value")
