@@ -15,6 +15,7 @@ from transferd.config import Config, ServerSection
 from transferd.daemon.acts import Acts
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.prefetches import EnginePrefetches
+from transferd.daemon.requests import Requests
 from transferd.daemon.server import Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.observability.recorder import Recorder
@@ -138,8 +139,8 @@ def serve(transport: ServerTransport, core: MemoryCore, *, clock: Clock = SYSTEM
     core.deliver = clients.deliver
     listing: Any = core
     engines: Any = OneEngine(core)  # plays HostedEngine and Engines at once
-    server = ServerSection(**section)
-    return Server(clients, engines, listing, server, clock, stats=lambda: core.stats(), explain=core.explain)
+    requests = Requests(clients, engines, listing, lambda: core.stats(), core.explain)
+    return Server(clients, engines, requests, ServerSection(**section), clock)
 
 
 class OneEngine:

@@ -15,6 +15,7 @@ from transferd.client.pending import changed_nothing
 from transferd.client.session import UNSAYABLE, Conversation
 from transferd.client.weights import Repeating
 from transferd.errors import ProtocolError, RequestError, TierError, TransferError
+from transferd.runtime.aio import Background
 from transferd.tiers.offered import PASSED, inodes_of, own_descriptors, with_inodes
 from transferd.wire import protocol as wire
 from transferd.wire.canary import KEY, digest
@@ -242,7 +243,7 @@ class Attachments:
         self._conversation = conversation
         self._mapped: dict[int, tuple[str, int]] = {}  # rank: boot_id and epoch of the memory
         self._known: tuple[str, int] | None = None  # boot_id and epoch of the last Welcome
-        self._reactions: set[asyncio.Task[Any]] = set()  # coroutines that on_new_boot has returned
+        self._reactions = Background()  # coroutines that on_new_boot has returned
         self.outdated: list[int] = []
         self.orphaned: list[int] = []
         self.on_new_boot: Callable[[], object] | None = None
@@ -317,14 +318,12 @@ class Attachments:
             log.exception("on_new_boot failed")
             return
         if asyncio.iscoroutine(reaction):
-            task = asyncio.get_running_loop().create_task(reaction)
-            self._reactions.add(task)
-            task.add_done_callback(self._reacted)
+            self._reactions.begin(reaction).add_done_callback(_reacted)
 
-    def _reacted(self, task: asyncio.Task[Any]) -> None:
-        self._reactions.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("on_new_boot failed: %r", error)
+
+def _reacted(reaction: asyncio.Future[Any]) -> None:
+    if not reaction.cancelled() and (error := reaction.exception()) is not None:
+        log.error("on_new_boot failed: %r", error)
 
 
 class Rows(Protocol):

@@ -10,6 +10,7 @@ process.py runs one from its start to its end.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from transferd.daemon.kv_events.pool_watch import watch_pool
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.listing import Listing
 from transferd.daemon.preflight import build
+from transferd.daemon.requests import Requests
 from transferd.daemon.server import Server
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.traffic import KeyTraffic
@@ -134,14 +136,13 @@ class Daemon:
         )
 
     def _build_server(self) -> Server:
+        report = functools.partial(self._health.viewed.made, _for_the_wire)
         return Server(
             self.clients,
             self.engines,
-            self.listing,
+            Requests(self.clients, self.engines, self.listing, report, self.explain),
             self.config.server,
             self.clock,
-            stats=lambda: self._health.viewed.made(_for_the_wire),
-            explain=self.explain,
             peers=self.peers,
             process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             hello_arrived=self._health.hello_arrived,

@@ -105,6 +105,7 @@ class Building:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
+    own: the engine of [cache]; None without it.
     shared: what the daemon lends to its engines.
     total: the tasks that all engines together have admitted.
     host: the memory of engines that register.
@@ -136,10 +137,11 @@ class Engines:
         self.acts = Acts(shared.clock.monotonic)
         self.opened = asyncio.Event()  # set once storage is open and engines may register
         self.departed = Departed()
+        self.own: HostedEngine | None = None
         if plan.engine is not None:
-            own = HostedEngine(DEFAULT_ENGINE, plan.engine, shared, self.total, self._epochs)
-            self._by_name[DEFAULT_ENGINE] = own
-            self.total.engines.append(own.dispatcher.lanes)
+            self.own = HostedEngine(DEFAULT_ENGINE, plan.engine, shared, self.total, self._epochs)
+            self._by_name[DEFAULT_ENGINE] = self.own
+            self.total.engines.append(self.own.dispatcher.lanes)
 
     def __iter__(self) -> Iterator[HostedEngine]:
         """All engines that have a name now; leaving ones have lost it."""
@@ -147,12 +149,6 @@ class Engines:
 
     def get(self, name: str) -> HostedEngine | None:
         return self._by_name.get(name)
-
-    @property
-    def own(self) -> HostedEngine | None:
-        """The engine of [cache]; None without it."""
-        engine = self._by_name.get(DEFAULT_ENGINE)
-        return engine if engine is not None and engine.registration is None else None
 
     @property
     def all(self) -> list[HostedEngine]:

@@ -18,7 +18,6 @@ import structlog
 from transferd.config import DEFAULT_ENGINE, ServerSection
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engines import Engines
-from transferd.daemon.listing import Listing
 from transferd.daemon.liveness import Liveness
 from transferd.daemon.requests import Begin, Requests, Work, held_bytes
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
@@ -50,18 +49,16 @@ OTHER_CONNECTION = "from a session of another connection; send Hello"
 class Server:
     """Speaks the protocol with every client of one transport. Owns the transport from `start` to `close`.
 
+    requests: what the daemon does for each control request.
     process: the daemon's, so that clients can notice that it has ended; empty for a simulated one.
     hello_arrived: called for each Hello of a client.
-    listing, stats, explain: see Requests.
     """
 
     clients: Clients
     engines: Engines
-    listing: Listing
+    requests: Requests
     section: ServerSection
     clock: Clock
-    stats: Callable[[], Any]
-    explain: Callable[[str, str, str], dict[str, Any]]
     peers: PeerTransport | None = None
     process: dict[str, Any] = field(default_factory=dict)
     hello_arrived: Callable[[], None] = lambda: None
@@ -81,7 +78,7 @@ class Server:
         self._turned_away_lines = Bucket(1 / TURNED_AWAY_EVERY_S, burst=3)
         self._messages = 0
         self._send = clients.send
-        self._handlers = Requests(clients, self.engines, self.listing, self.stats, self.explain).handlers()
+        self._handlers = self.requests.handlers()
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""

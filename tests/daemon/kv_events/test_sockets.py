@@ -322,7 +322,7 @@ async def test_a_peer_that_leaves_before_the_turn_after_its_last_batch_counts_on
         ask.connect(sockets.replay_endpoint)
         ask.send_multipart([b"", bytes(8)])
         await until(lambda: bool(sockets._serving), look=0)
-        [serving] = sockets._serving
+        [serving] = sockets._serving.running
         await serving
     counts = sockets.statistics()
     assert (turns, counts["replays"], counts["replays_broken_off"]) == (2, 0, 1)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from transferd.daemon.kv_events.announcements import Block, stored_events
-from transferd.wire.kv_events import AllBlocksCleared, BlockStored, KvEvent, encode_batch
+from transferd.wire.kv_events import AllBlocksCleared, BlockStored, encode_batch
 
 BLOCKS_PER_BATCH = 1024
 A_STEP = 8192  # blocks that are put in order at a time
@@ -61,17 +61,14 @@ class Snapshot:
         made = 0
         for engine in self._engines:
             made += 1
-            yield self._batch([AllBlocksCleared()], engine)
+            yield encode_batch(self._ts, [AllBlocksCleared()], engine)
         for part in self._parts:
             for blocks in _in_order(part.blocks):
                 made += bool(blocks)
                 events = stored_events(part.medium, blocks, part.block_size)
-                yield self._batch(events, part.dp_rank) if blocks else None
+                yield encode_batch(self._ts, events, part.dp_rank) if blocks else None
         for _ in range(self.count - made):  # two blocks had one hash
-            yield self._batch([], 0)
-
-    def _batch(self, events: Sequence[KvEvent], dp_rank: int) -> bytes:
-        return encode_batch(self._ts, events, dp_rank)
+            yield encode_batch(self._ts, [], 0)
 
 
 def _in_order(blocks: Sequence[Block]) -> Iterator[list[Block]]:

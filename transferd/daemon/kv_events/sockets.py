@@ -40,7 +40,7 @@ import structlog
 
 from transferd.config.sections import EventsSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
-from transferd.runtime.aio import Timer, resolve
+from transferd.runtime.aio import Background, Timer, resolve
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import wait_for
 from transferd.runtime.loop_turns import OneATurn
@@ -102,7 +102,7 @@ class EventSockets:
         self._greeting = Timer()
         self._requests: dict[ZmtpConnection, list[bytes]] = {}  # the frames of one that have arrived
         self._replays: dict[ZmtpConnection, deque[_Replay]] = {}  # those that each peer has requested
-        self._serving: set[asyncio.Task[None]] = set()  # one for each of these peers
+        self._serving = Background(awaited=False)  # one for each of these peers
         self._turns = OneATurn()
         self._behind: dict[ZmtpConnection, asyncio.Future[None]] = {}  # of these peers, those that must read first
         self._announcements: list[Announcements] = []
@@ -224,9 +224,7 @@ class EventSockets:
             return
         if waiting is None:
             waiting = self._replays[connection] = deque()
-            task = asyncio.get_running_loop().create_task(self._serve(connection, waiting))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+            self._serving.begin(self._serve(connection, waiting))
         waiting.append(self._new_replay(request[1]))
 
     def _new_replay(self, wanted: bytes) -> _Replay:
