@@ -40,3 +40,21 @@ def test_an_unknown_device_is_one_line_with_those_that_there_are() -> None:
         check_device(from_tree({"cache": {"device": "tpu"}}))
     expected = f"expected one of {', '.join(DEVICES)}, or package.module:Class"
     assert str(refusal.value) == f"cache.device: {expected} ('tpu')"
+
+
+@pytest.mark.parametrize(
+    ("device", "problem"),
+    [
+        (":Thing", "fails to load"),
+        ("transferd.tiers.nothing:Thing", "this installation has no module transferd.tiers.nothing"),
+        ("transferd.tiers.shm:SharedSegment", "has no DeviceTier class 'SharedSegment'"),
+        ("transferd.tiers.shm:", "has no DeviceTier class ''"),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_one_line_with_its_name(device: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_device(from_tree({"cache": {"device": device}}))
+    text = str(refusal.value)
+    assert text.startswith("cache.device: ")
+    assert problem in text
+    assert repr(device) in text

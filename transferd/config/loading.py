@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import re
 import typing
@@ -280,6 +281,25 @@ def section_in(kind: Any) -> Any:
     """The section that a field of this type holds, optional or not; None if the field is a setting."""
     options = typing.get_args(kind) or (kind,)
     return next((one for one in options if isinstance(one, type) and issubclass(one, msgspec.Struct)), None)
+
+
+def load_class(key: str, name: str, target: str, base: type) -> Any:
+    """The class `package.module:Class`, derived from `base`, that a setting means by a name. Raises ConfigError."""
+    module_name, _, class_name = target.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            problem = f"this installation has no module {module_name}"
+        else:
+            problem = f"needs the Python package {error.name}, which is not installed"
+        raise ConfigError(key, problem, name) from error
+    except (ImportError, ValueError) as error:  # a missing shared library; an empty module name
+        raise ConfigError(key, f"fails to load: {error}", name) from error
+    found = getattr(module, class_name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(key, f"{module_name} has no {base.__name__} class {class_name!r}", name)
+    return found
 
 
 def _at(tree: Any, path: str) -> Any:

@@ -7,10 +7,10 @@ imported, so a missing extra matters only to those who use it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 from transferd.config import Config, LevelSection
+from transferd.config.loading import load_class
 from transferd.errors import ConfigError
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.storage.base import Index, SlotStorage, Storage
@@ -116,23 +116,10 @@ def _backend(key: str, name: str, config: Config) -> type[Storage]:
 
 
 def _load(key: str, name: str, target: str) -> type[Storage]:
-    module_name, _, class_name = target.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            problem = f"this installation has no module {module_name}"
-        else:
-            problem = f"needs the Python package {error.name}, which is not installed"
-        raise ConfigError(key, problem, name) from error
-    except (ImportError, ValueError) as error:  # a missing shared library; an empty module name
-        raise ConfigError(key, f"fails to load: {error}", name) from error
-    backend = getattr(module, class_name, None)
-    if not (isinstance(backend, type) and issubclass(backend, Storage)):
-        raise ConfigError(key, f"{module_name} has no Storage class {class_name!r}", name)
+    backend: type[Storage] = load_class(key, name, target, Storage)
     more: list[type] = []
     if backend.__abstractmethods__ & {"store", "load"} and hasattr(backend, "put"):
         more.append(SlotStorage)  # it has only `put` and `get`
     if not issubclass(backend, Index) and any(hasattr(backend, name) for name in vars(Index) if name[0] != "_"):
         more.append(Index)  # until 0.4, Index's methods belonged to Storage
-    return type(class_name, (backend, *more), {}) if more else backend
+    return type(backend.__name__, (backend, *more), {}) if more else backend

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-
 from transferd.blocks.layout.base import BlockLayout
 from transferd.config import Config
+from transferd.config.loading import load_class
 from transferd.config.ownership import Creator, creator
 from transferd.errors import ConfigError
 from transferd.runtime.threads import Threads
@@ -47,11 +46,5 @@ def _class_of(config: Config) -> type[DeviceTier]:
     target = name if ":" in name else DEVICES.get(name)
     if target is None:
         raise ConfigError("cache.device", f"expected one of {', '.join(DEVICES)}, or package.module:Class", name)
-    module, _, attribute = target.partition(":")
-    try:
-        tier = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError("cache.device", f"fails to load; is its extra installed? {error}", name) from error
-    if not (isinstance(tier, type) and issubclass(tier, DeviceTier)):
-        raise ConfigError("cache.device", "is not a subclass of transferd.tiers.base.DeviceTier", name)
+    tier: type[DeviceTier] = load_class("cache.device", name, target, DeviceTier)
     return tier
