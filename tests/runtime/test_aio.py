@@ -319,13 +319,13 @@ def test_a_loop_that_is_stopped_in_its_thread_cancels_what_is_left_and_is_closed
 
     thread = threading.Thread(target=run_until_stopped, args=(loop,))
     thread.start()
-    for name in ("good", "bad"):
-        asyncio.run_coroutine_threadsafe(waits(name), loop)
+    begun = [asyncio.run_coroutine_threadsafe(waits(name), loop) for name in ("good", "bad")]
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(20)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(20)
     assert not thread.is_alive()
     assert (sorted(ended), loop.is_closed()) == (["bad", "good"], True)
+    assert all(one.done() for one in begun)
 
 
 async def test_what_is_begun_is_done_unless_it_waits_and_goes_on_only_if_it_is_awaited() -> None:

@@ -26,6 +26,7 @@ from transferd.client.calls import CallGroup
 from transferd.client.client import Client
 from transferd.client.store import QUESTION_TIMEOUT_S
 from transferd.errors import NoThreads, RequestError
+from transferd.runtime.aio import run_until_stopped
 from transferd.runtime.compat import Self
 from transferd.runtime.descriptors import new_event_loop
 from transferd.tasks import Task, TaskResult
@@ -117,7 +118,8 @@ class SyncClient(BlockingClient):
 
     def _start(self) -> None:
         loop = new_event_loop("a blocking client")
-        thread = threading.Thread(target=_run, args=(loop,), name="transferd-client", daemon=True)
+        running = loop, ENDING_S
+        thread = threading.Thread(target=run_until_stopped, args=running, name="transferd-client", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
@@ -309,24 +311,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """The thread's main function: run the loop until it is stopped, then let the calls that `close` ended return."""
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        loop.run_until_complete(_end(asyncio.all_tasks(loop)))
-    finally:
-        loop.close()
-
-
-async def _end(calls: set[asyncio.Task[Any]]) -> None:
-    await asyncio.sleep(0)  # let callbacks of finished calls run
-    _, stuck = await asyncio.wait(calls, timeout=ENDING_S) if calls else (calls, calls)
-    for call in stuck:
-        call.cancel()
-    await asyncio.gather(*stuck, return_exceptions=True)
 
 
 def _in_a_thread(hear: Callable[[], object]) -> None:

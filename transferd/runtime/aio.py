@@ -343,12 +343,22 @@ class Paced:
                 self.soon(at_once=again)
 
 
-def run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop in this thread until somebody stops it; then end the tasks that are left, and close it."""
+def run_until_stopped(loop: asyncio.AbstractEventLoop, ending_s: float = 0.0) -> None:
+    """Run a loop in this thread until somebody stops it; then end the tasks that are left, and close it.
+
+    ending_s: how long they may take to end by themselves; then they are cancelled.
+    """
     asyncio.set_event_loop(loop)
-    loop.run_forever()
-    pending = asyncio.all_tasks(loop)
-    for task in pending:
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_end(asyncio.all_tasks(loop), ending_s))
+    finally:
+        loop.close()
+
+
+async def _end(tasks: set[asyncio.Task[Any]], within: float) -> None:
+    await asyncio.sleep(0)  # let callbacks of ended tasks run
+    _, stuck = await asyncio.wait(tasks, timeout=within) if tasks else (tasks, tasks)
+    for task in stuck:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
-    loop.close()
+    await asyncio.gather(*stuck, return_exceptions=True)
