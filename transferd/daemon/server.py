@@ -22,6 +22,7 @@ from transferd.daemon.liveness import Liveness
 from transferd.daemon.requests import Begin, Requests, Work, held_bytes
 from transferd.errors import InvariantError, OutOfMemory, RequestError, TransferError
 from transferd.observability.report import ServerReport
+from transferd.runtime.aio import Background
 from transferd.runtime.bucket import Bucket
 from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
@@ -69,7 +70,7 @@ class Server:
         self._looks = Bucket(section.observer_rate, burst=2 * section.observer_rate)
         self._now = self.clock.monotonic
         self._liveness = Liveness(clients, section.client_timeout, self._now, self._forget)
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._waiting = Background(awaited=False)
         self._waiting_of: Counter[int | None] = Counter()  # by user id
         self._bytes_of: Counter[int | None] = Counter()  # by user id
         self._rejects: Counter[str] = Counter()
@@ -88,10 +89,9 @@ class Server:
     async def close(self) -> None:
         """Stop listening. The transport's linger bounds the time to deliver what was sent."""
         self._liveness.close()
-        for task in self._waiting:
-            task.cancel()
-        if self._waiting:
-            await asyncio.wait(self._waiting)
+        for request in self._waiting.running:
+            request.cancel()
+        await self._waiting.ended()
         self._transport.close()
 
     def statistics(self) -> ServerReport:
@@ -293,9 +293,7 @@ class Server:
         nbytes, uid = held_bytes(body), client.uid
         self._check_waiting(client, uid, nbytes)
         work = begin()
-        answer = self._answer(client, seq, work, body, again=client.behind)
-        task = asyncio.get_running_loop().create_task(answer)
-        self._waiting.add(task)
+        task = self._waiting.begin(self._answer(client, seq, work, body, again=client.behind))
         self._waiting_of[uid] += 1
         client.waiting.add(task)
         self._bytes_of[uid] += nbytes
@@ -323,10 +321,9 @@ class Server:
             self._failed(client, seq, error, type(body), again=again)
 
     def _answered(
-        self, client: KnownClient, uid: int | None, seq: int, work: Work, nbytes: int, task: asyncio.Task[None]
+        self, client: KnownClient, uid: int | None, seq: int, work: Work, nbytes: int, task: asyncio.Future[None]
     ) -> None:
         self._bytes_of[uid] -= nbytes
-        self._waiting.discard(task)
         self._waiting_of[uid] -= 1
         if not self._waiting_of[uid]:
             del self._waiting_of[uid], self._bytes_of[uid]
