@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -110,6 +111,10 @@ class Effects:
         works = self._given[call] = [self._threads.run(direction, share, told or share) for share in shares]
         try:
             await every(works)
+        except StorageUnavailable as error:
+            # A work that was refused waits in its queue, perhaps for long, and its error's traceback would hold slots.
+            error.__traceback__ = None
+            raise copy.copy(error) from None
         finally:
             self.answered += call.ended
             del self._given[call]
