@@ -93,6 +93,33 @@ async def test_a_purge_may_take_what_a_running_write_could_not_remove(
     assert await put(storage, "0/0") is STORED.found, "nobody waits for a removal that is over"
 
 
+async def test_a_purge_takes_what_another_could_not_remove_and_has_put_back(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at the index while the other has dropped the object from it, and has not removed it yet."""
+    storage, held = await filled(open_storage, 3), threading.Event()
+    storage.failures["remove 0/0"] = StorageError("read-only", code="storage_read_only")  # once
+    remove = storage._remove
+
+    def slow(name: str) -> None:
+        held.wait()
+        remove(name)
+
+    monkeypatch.setattr(storage._stuck, "_remove", slow)
+    one = asyncio.ensure_future(storage.keeper.purge(Selection()))
+    try:
+        await until(lambda: not storage._index.names(), "the first purge has dropped all")
+        other = asyncio.ensure_future(storage.keeper.purge(Selection()))
+        await asyncio.sleep(0)  # the second has looked, too
+        await asyncio.sleep(0)
+    finally:
+        held.set()
+    with pytest.raises(StorageError, match="1 objects could not be removed"):
+        await one
+    assert (await other).objects == 1
+    assert not storage.objects
+
+
 async def test_a_quarter_of_all_files_refuse_and_all_tasks_are_stored(open_storage: Open) -> None:
     storage = await filled(open_storage, 40)
     storage.failures |= {f"remove {number}/0": StorageError("denied", code=DENIED) for number in range(10)}

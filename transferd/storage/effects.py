@@ -113,8 +113,7 @@ class Effects:
             await every(works)
         except StorageUnavailable as error:
             # A work that was refused waits in its queue, perhaps for long, and its error's traceback would hold slots.
-            error.__traceback__ = None
-            raise copy.copy(error) from None
+            raise copy.copy(bare(error)) from None
         finally:
             self.answered += call.ended
             del self._given[call]

@@ -106,7 +106,7 @@ class IndexedStorage(Index, Storage):
         self._threads = threads
         self._shares = shares
         self._effects = Effects(threads, shares, self.unusable, quick=bool(inline_bytes))
-        self.removed = self._effects.ended
+        self.removed, self.leaving = self._effects.ended, self._effects.busy.keys()
         self._stuck = StuckObjects(self._index, self._effects, self._remove, now)
         self.drop_bad = self._stuck.remove_bad
         self._inline_bytes = inline_bytes

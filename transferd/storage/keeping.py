@@ -27,6 +27,7 @@ from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
+from transferd.storage.queues import nobody, space_of
 from transferd.storage.running import RunningCalls
 from transferd.storage.selection import Selection
 from transferd.wire.answers import Purged
@@ -192,9 +193,13 @@ class Keeper(abc.ABC):
 
 
 class Purging(Protocol):
-    """The part of a store that a keeper needs. stores: those that run now, in whichever place of the store."""
+    """The part of a store that a keeper needs.
+
+    stores: those that run now, in whichever place of the store. leaving: objects that are being removed, or written.
+    """
 
     stores: RunningCalls
+    leaving: Collection[str]
 
     async def ages(self, entries: Sequence[Entry]) -> list[float]:
         """For how many seconds each of these objects was neither stored nor used; 0 for pinned ones."""
@@ -224,6 +229,8 @@ class Dropped:
     total: Purged = dataclasses.field(default_factory=Purged)
     ends: list[asyncio.Future[int]] = dataclasses.field(default_factory=list)
     pinned: list[str] = dataclasses.field(default_factory=list)  # objects that had pins
+    # Objects that something else was removing meanwhile: what cannot be removed comes back.
+    leaving: set[str] = dataclasses.field(default_factory=set)
 
 
 class IndexKeeper(Keeper):
@@ -269,7 +276,7 @@ class IndexKeeper(Keeper):
     async def drop(self, selection: Selection, *, dry_run: bool = False) -> Dropped:
         """Drop what fits from the index, and begin to remove it. Then await `removed`."""
         names = list(selection.names) if selection.names is not None else self._index.names()
-        dropped = Dropped(selection, self._store.stores.names)
+        dropped = Dropped(selection, self._store.stores.names, leaving=set(self._store.leaving))
         self._left += len(names)
         left = len(names)
         try:
@@ -287,6 +294,10 @@ class IndexKeeper(Keeper):
     async def removed(self, dropped: Dropped) -> Purged:
         """Wait until no byte of what fits is left, also of what was being stored, or removed for another reason."""
         hanging = await self._store.at_end()
+        # What was put back is nobody's; what an engine has stored meanwhile stays.
+        entries = map(self._index.get, dropped.leaving)
+        back = [one.name for one in entries if one is not None and one.owner == nobody(space_of(one.name))]
+        await self._drop_some(back, dropped, dry_run=False)
         if dropped.selection.unused_s is None:  # else they are new
             await self._drop_some(list(dict.fromkeys(dropped.coming)), dropped, dry_run=False)
             if hanging:
@@ -307,7 +318,8 @@ class IndexKeeper(Keeper):
         await self._drop_some(list(coming), dropped, dry_run=False)
 
     async def _drop_some(self, names: Sequence[str], dropped: Dropped, *, dry_run: bool) -> None:
-        selection = dropped.selection
+        selection, leaving = dropped.selection, self._store.leaving
+        dropped.leaving.update(name for name in names if name in leaving)
         present = [entry for name in names if selection.fits(name) and (entry := self._index.get(name)) is not None]
         if selection.owner is not None:
             present = [entry for entry in present if entry.owner == selection.owner]
