@@ -38,16 +38,23 @@ SCRUB_RATE = 65_536  # bytes a second: what vanished is noticed, also if a faste
 
 
 class _CallOfMedium(NativeCall):
-    """A native call that ends when its medium fails: what is left then is left to the slow twins."""
+    """A native call that ends when its medium fails: what is left then is left to the slow twins.
 
-    __slots__ = ("_medium",)
+    victims: objects whose files it takes, some in each step.
+    """
 
-    def __init__(self, call: NativeCall, medium: Medium) -> None:
+    __slots__ = ("_medium", "_victims")
+
+    def __init__(self, call: NativeCall, medium: Medium, victims: Sequence[str] = ()) -> None:
         super().__init__(call.native, calls=call.calls)
-        self._medium = medium
+        self._medium, self._victims = medium, victims
 
     def step(self) -> bool:
-        return not self._medium.fault and super().step()
+        if self._medium.fault:
+            return False
+        for name in self._victims:
+            self._medium.left(name)
+        return super().step()
 
 
 class Medium:
@@ -257,7 +264,8 @@ class SimDirectory(ObjectDirectory):
                     self.medium.left(write.victims[0].name)
             return made
 
-        return dataclasses.replace(native, call=_CallOfMedium(native.call, self.medium), ended=ended)
+        victims = [write.victims[0].name for write in native.work if write.victims]
+        return dataclasses.replace(native, call=_CallOfMedium(native.call, self.medium, victims), ended=ended)
 
     def loading(self, *how: Any) -> NativeBatch[Read]:
         native = super().loading(*how)
