@@ -282,6 +282,7 @@ class IndexKeeper(Keeper):
         try:
             for start in range(0, len(names), AT_ONCE):
                 some = names[start : start + AT_ONCE]
+                dropped.leaving.update(name for name in some if name in self._store.leaving)
                 await self._drop_some(some, dropped, dry_run=dry_run)
                 self._left -= len(some)
                 left -= len(some)
@@ -318,8 +319,7 @@ class IndexKeeper(Keeper):
         await self._drop_some(list(coming), dropped, dry_run=False)
 
     async def _drop_some(self, names: Sequence[str], dropped: Dropped, *, dry_run: bool) -> None:
-        selection, leaving = dropped.selection, self._store.leaving
-        dropped.leaving.update(name for name in names if name in leaving)
+        selection = dropped.selection
         present = [entry for name in names if selection.fits(name) and (entry := self._index.get(name)) is not None]
         if selection.owner is not None:
             present = [entry for entry in present if entry.owner == selection.owner]
