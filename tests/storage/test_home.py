@@ -31,7 +31,7 @@ from tests.storage.real_disks import (
 from tests.support.waits import until
 from transferd.config import FileStorageSection, StorageSection
 from transferd.config.size import Capacities
-from transferd.errors import StorageError
+from transferd.errors import StorageError, StorageUnavailable
 from transferd.storage.base import Found
 from transferd.storage.disks import Disks
 from transferd.storage.file import FileStorage
@@ -65,9 +65,10 @@ def out(harness: Harness) -> bool:
 async def unmounted(harness: Harness, path: Path) -> None:
     """The disk at this path is unmounted, and the store has noticed that."""
     gone(path)
-    outcomes = await put(harness, names(10, 500))
-    if isinstance(harness.storage, FileStorage):
-        assert set(outcomes) == {Found.FAILED}, "there is no place for them"
+    # On a busy machine the store may notice it before a thread begins to write: then the whole call is refused.
+    with contextlib.suppress(StorageUnavailable):
+        outcomes = await put(harness, names(10, 500))
+        assert isinstance(harness.storage, Disks) or set(outcomes) == {Found.FAILED}, "there is no place for them"
     await until(lambda: out(harness))
 
 
