@@ -460,6 +460,36 @@ async def test_a_disk_that_answers_anything_does_not_hang(
     assert (len(waits), ill.lost) == (1, "")
 
 
+async def test_a_daemon_that_was_stopped_takes_no_disk_for_one_that_hangs(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paused container or machine goes on: the loop's timers are over before any thread has told what it has done."""
+    store = hung_disks(tmp_path, HungDisk)
+    harness = await open_storage(store)
+    await put(harness, names(40))
+    ill, over = store._all[1], threading.Event()
+    slow = next(one for one in names(40) if ill.has(one))
+    read, wait, waits = ill._directory.read, asyncio.wait, list[object]()
+
+    def hold(name: str, *more: Any) -> Any:
+        return (name != slow or over.wait(60.0)) and read(name, *more)
+
+    async def waited(futures: Any, *, timeout: float | None = None, **more: Any) -> Any:
+        """In place of the first wait for the slow load: its time is over at once, and then all go on."""
+        if timeout is None or waits or threading.current_thread() is not threading.main_thread():
+            over.set()
+            return await wait(futures, timeout=timeout, **more)
+        waits.append(futures)
+        return set(), set(futures)
+
+    monkeypatch.setattr(ill, "_native_load", lambda *_: None)
+    monkeypatch.setattr(ill._directory, "read", hold)
+    with monkeypatch.context() as here:
+        here.setattr("transferd.storage.disks.asyncio.wait", waited)
+        assert await there(harness, [slow]) == {slow}
+    assert (len(waits), ill.lost) == (1, "")
+
+
 async def test_a_disk_that_hangs_at_a_start_returns_when_it_answers(
     open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

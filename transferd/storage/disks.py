@@ -32,6 +32,7 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import Self
 from transferd.storage.base import MISSING, Drainer, Fill, Found, Index, Item, Outcome, Storage, added, as_chain
 from transferd.storage.batch import RUN_BYTES
+from transferd.storage.effects import TURNS
 from transferd.storage.file import FileStorage
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.home import AWAY
@@ -99,12 +100,13 @@ class Disk(FileStorage):
         It hangs if it answers nothing at all for `answers_s`, and a second for each MiB that its threads may have in
         hand.
         """
-        calling = self._files_keeper.works.begin(call)
+        calling, silent = self._files_keeper.works.begin(call), 0
         patience = self.answers_s + self._shares * max(nbytes, RUN_BYTES) / MIB
         while not calling.done() and not self.lost:
             before, both = self._effects.steps, (calling, self._effects.refused)
-            ended, _ = await asyncio.wait(both, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            if not ended and self._effects.steps == before:
+            await asyncio.wait(both, timeout=patience / TURNS, return_when=asyncio.FIRST_COMPLETED)
+            silent = silent + 1 if self._effects.steps == before else 0
+            if silent == TURNS and not calling.done():
                 self.fail(f"it has not answered for {patience:.0f} s")
         return calling
 

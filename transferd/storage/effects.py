@@ -23,6 +23,8 @@ from transferd.storage.running import RunningCalls
 S = TypeVar("S")
 T = TypeVar("T")
 Call = NativeCall | SharedItems[Any, Any]
+# A silent medium is waited for in so many parts: while this process itself is stopped, no more than one can pass.
+TURNS = 4
 
 
 class Effects:

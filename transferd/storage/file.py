@@ -38,6 +38,7 @@ from transferd.storage import file_io
 from transferd.storage.base import Drainer, Item, Take
 from transferd.storage.batch import Answer, NativeBatch, Read, StoreBatch, Write, run_length
 from transferd.storage.directory import ObjectDirectory
+from transferd.storage.effects import TURNS
 from transferd.storage.file_io import FULL
 from transferd.storage.files_keeper import FilesKeeper
 from transferd.storage.found import UseOrder
@@ -379,7 +380,9 @@ class FileStorage(IndexedStorage):
         """Write the list of orders. A medium that cannot take an order must neither serve nor be written."""
         self._asked_to_write += 1
         writing = self._effects.background(self._record(applied, self._asked_to_write))  # a close waits for it
-        await asyncio.wait([writing], timeout=self.answers_s)
+        for _ in range(TURNS):
+            if not writing.done():
+                await asyncio.wait([writing], timeout=self.answers_s / TURNS)
         if not writing.done():
             self.fail(f"it has not taken its list of orders for {self.answers_s:g} s")
             return False
