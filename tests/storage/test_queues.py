@@ -19,7 +19,7 @@ from transferd.storage.queues import (
 
 def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:
     queue = Queue(EngineOwner("a"))
-    group, other = UseGroup(Use(), 2, queue), UseGroup(Use(), 3, queue)
+    group, other = UseGroup(Use(), 2, queue.own), UseGroup(Use(), 3, queue.own)
     entries = [Entry(f"n{depth}", 10) for depth in range(4)]
     for depth in (2, 0, 3, 1):
         group.add(entries[depth], depth)
@@ -32,7 +32,7 @@ def test_a_group_is_root_first_and_drops_what_has_moved_on() -> None:
 
 def chain(queue: Queue, number: int, space: str, length: int) -> UseGroup:
     use = Use()
-    group = queue.groups[use] = UseGroup(use, number, queue)
+    group = queue.own.groups[use] = UseGroup(use, number, queue.own)
     for depth in range(length):
         group.add(Entry(f"{space}/{number}-{depth}/0", 10), depth)
     return group
@@ -52,7 +52,7 @@ def test_a_queue_goes_by_use_and_then_from_the_leaf() -> None:
     assert [entry.name.split("/")[3] for entry in going] == ["1-1", "1-0", "last", "2-1", "2-0"]
     assert going_of(queue, 49) == going[:4], "it can spare no more"
     assert sorted(going, key=order_of) == going
-    queue.aside.add(going[2], 5)
+    queue.own.aside.add(going[2], 5)
     assert going_of(queue, math.inf) == [*going[:2], *going[3:]]
 
 
@@ -72,8 +72,8 @@ def test_an_entry_has_its_owner_and_whether_it_was_used() -> None:
     queue = Queue(EngineOwner("a"))
     entry = Entry("n", 10)
     assert (entry.owner, entry.pinned, entry.touched) == (None, False, False)
-    UseGroup(Use(), 1, queue, FOUND_AT).add(entry, 0)
+    UseGroup(Use(), 1, queue.own, FOUND_AT).add(entry, 0)
     assert (entry.owner, entry.pinned, entry.touched) == (EngineOwner("a"), False, False)
-    queue.aside.add(entry, 0)
+    queue.own.aside.add(entry, 0)
     entry.kept = PINNED
     assert (entry.owner, entry.pinned, entry.touched) == (EngineOwner("a"), True, True)

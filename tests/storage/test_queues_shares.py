@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,47 @@ def chain(space: str, count: int, first: int = 0) -> list[str]:
 
 def held(index: LruIndex, owner: EngineOwner) -> int:
     return next((one.used for one in index.queues() if one.owner == owner), 0)
+
+
+def calls_of(act: Callable[[], object]) -> int:
+    """How many functions it calls, those in C included."""
+    count = 0
+
+    def called(_: object, event: str, __: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_who_takes_over_the_objects_of_others_walks_none_of_them() -> None:
+    """With a million objects, the loop stood still for 0.4 s whenever an engine came back under another name."""
+    each = set()
+    for chains in (4, 400):
+        index = LruIndex(10**6)
+        for owner in (A, B):
+            index.claim(owner, "m/f", 0.25)
+        for i in range(chains):
+            stored(index, (A, B)[i % 2], chain("m", 4, 4 * i))
+        last = index.get(chain("m", 1, 4 * chains - 1)[0])
+        assert last is not None
+        index.pin(last)
+        for owner in (A, B):
+            index.disown(owner)
+        each.add(calls_of(lambda index=index: index.claim(C, "m/f", 0.5)))  # type: ignore[misc]
+        (queue,) = index.queues()
+        assert (queue.owner, queue.used, queue.objects, queue.pinned) == (C, 40 * chains, 4 * chains, 10)
+        check(index, chains, {last.name})
+        going = [name for i in range(chains) for name in reversed(chain("m", 4, 4 * i))]
+        assert [victim.name for victim in index.evict(40 * chains)] == [name for name in going if name != last.name]
+        assert index.forget(last.name)
+        assert queue.lines == [queue.own]
+    assert len(each) == 1, each
 
 
 def test_without_shares_the_oldest_object_goes_of_any_owner() -> None:

@@ -15,8 +15,9 @@ chain has ended (`Use.ends_at`), so has the successor's: what follows could not 
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -93,9 +94,11 @@ class Chains:
 
         number, at: its place, if not the last, and the time of the use, if not now.
         """
-        group = queue.groups.get(use)
-        if group is not None:
+        if (group := queue.own.groups.get(use)) is not None:
             return group
+        for line in queue.lines[1:]:
+            if (group := line.groups.get(use)) is not None:
+                return group
         elsewhere = self.of.setdefault(use, [])
         if elsewhere:
             number = elsewhere[0].number
@@ -103,25 +106,31 @@ class Chains:
             if self.waiting.pop(use, 0) != self.latest:
                 self.latest += 1
             number = self.latest
-        group = queue.groups[use] = UseGroup(use, number, queue, self._now() if at is None else at)
-        elsewhere.append(group)
+        groups = queue.own.groups
+        newer: list[UseGroup] = []
         if number < self.latest:  # rare: a use touches objects of several owners, or an object could not be removed
-            if number == RESTORED:
-                self.of.move_to_end(use, last=False)
-            for other in [other for other in queue.groups.values() if other.number > number]:
-                queue.groups.move_to_end(other.use)
+            newer = list(itertools.takewhile(lambda one: RESTORED < number < one.number, reversed(groups.values())))
+        group = groups[use] = UseGroup(use, number, queue.own, self._now() if at is None else at)
+        elsewhere.append(group)
+        for other in reversed(newer):
+            groups.move_to_end(other.use)
+        if number == RESTORED < self.latest:
+            self.of.move_to_end(use, last=False)
+            groups.move_to_end(use, last=False)
         return group
 
-    def retire(self, dead: Callable[[str], bool]) -> None:
+    def retire(self, dead: Callable[[str], bool]) -> Generator[None, None, None]:
         """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
-        for use, groups in reversed(list(self.of.items())):
-            if groups[0].number == RESTORED or not dead(groups[0].entries[0].name):  # they are of one generation
-                continue
+        for use in reversed(list(self.of)):
+            yield
+            groups = self.of.get(use)
+            if not groups or groups[0].number == RESTORED or not dead(groups[0].entries[0].name):
+                continue  # they are of one generation
             self.renumbered(groups[0].number, RESTORED)
             self.of.move_to_end(use, last=False)
             for group in groups:
                 group.number = RESTORED
-                group.queue.groups.move_to_end(use, last=False)
+                group.line.groups.move_to_end(use, last=False)
 
     def forget(self, group: UseGroup) -> None:
         """Note that a group is no more."""
@@ -169,9 +178,9 @@ class Chains:
         self.latest += 1
         self.renumbered(groups[0].number, self.latest)
         for group in groups:
-            del group.queue.groups[group.use]
+            del group.line.groups[group.use]
             group.use, group.number, group.at = use, self.latest, self._now()
-            group.queue.groups[use] = group
+            group.line.groups[use] = group
         self.of[use] = groups
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transferd.errors import RequestError, StorageError
 from transferd.runtime.aio import Background, begun, every
-from transferd.runtime.loop_turns import OneATurn
+from transferd.runtime.loop_turns import InPieces, OneATurn
 from transferd.storage.lru import Entry, LruIndex
 from transferd.storage.orders import NOBODY, By
 from transferd.storage.pins import MOST_PINNED, AskedPins, Pins
@@ -246,6 +246,7 @@ class IndexKeeper(Keeper):
         self._left = 0  # objects that running purges have yet to look at
         self._purged = 0
         self._late = Background()
+        self._retiring = InPieces()
 
     def claim(self, owner: Hashable, space: str, share: float) -> None:
         self._index.claim(owner, space, share)
@@ -254,7 +255,7 @@ class IndexKeeper(Keeper):
         self._index.disown(owner)
 
     def retire(self, dead: Callable[[str], bool]) -> None:
-        self._index.chains.retire(dead)
+        self._retiring.run(self._index.chains.retire(dead))
 
     def space_of(self, owner: Hashable) -> str | None:
         queues = self._index.queues() if owner else ()

@@ -43,7 +43,6 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from transferd.storage.chains import Chains
@@ -157,9 +156,10 @@ class LruIndex:
 
         It may be read in several steps. Objects that are used, pinned or removed meanwhile may come twice, or never.
         """
-        for queue in list(self._queues.values()):
-            yield from queue.aside.root_first()
-        for groups in [groups[::-1] for groups in reversed(self.chains.of.values())]:
+        for line in [line for queue in self._queues.values() for line in queue.lines]:
+            yield from line.aside.root_first()
+        for use in reversed(list(self.chains.of)):
+            groups = self.chains.of.get(use, ())[::-1]
             yield from heapq.merge(*map(UseGroup.root_first, groups), key=DEPTH)
 
     # --- owners -------------------------------------------------------------------------------------
@@ -170,8 +170,10 @@ class LruIndex:
         mine.space, mine.share, mine.share_until, mine.present = space, share, math.inf, True
         for key, queue in list(self._queues.items()):
             if queue is not mine and not queue.present and queue.space == space and key is not None:
-                self._take_over(mine, queue)
+                mine.take_over(queue)
                 del self._queues[key]
+                for one in self._reserved.values():
+                    one.queue = mine if one.queue is queue else one.queue
         self._shared = self._shared or share > 0
 
     def disown(self, owner: Hashable) -> None:
@@ -188,26 +190,6 @@ class LruIndex:
             self._queues[owner] = Queue(owner, space)
         return self._queues[owner]
 
-    def _take_over(self, mine: Queue, theirs: Queue) -> None:
-        """Move all objects of a queue to another one, where each keeps its place in the order."""
-        for field in ("used", "pinned", "objects"):
-            setattr(mine, field, getattr(mine, field) + getattr(theirs, field))
-            setattr(theirs, field, 0)
-        for group in [*theirs.groups.values(), theirs.aside]:
-            into = mine.aside if group is theirs.aside else mine.groups.get(group.use)
-            if into is None:
-                group.queue = mine
-                mine.groups[group.use] = group
-                continue
-            for entry in group.root_first():
-                into.add(entry, entry.depth)
-            if group is not theirs.aside:
-                self.chains.forget(group)
-        theirs.groups = OrderedDict()
-        mine.groups = OrderedDict(sorted(mine.groups.items(), key=lambda item: item[1].number))
-        for one in self._reserved.values():
-            one.queue = mine if one.queue is theirs else one.queue
-
     def _is_empty(self, queue: Queue) -> bool:
         if queue.used or queue.objects or queue.present or self.kept(queue):
             return False
@@ -222,12 +204,12 @@ class LruIndex:
     def pin(self, entry: Entry, why: int = PINNED) -> None:
         """Never evict this present object until `unpin` for the same reason."""
         assert entry.group is not None
-        queue, depth = entry.group.queue, entry.depth
+        queue, depth = entry.group.line.queue, entry.depth
         if why & (UNSAVED | AWAITED) and not entry.kept and not entry.touched:
             why |= GUESSED
         if not entry.kept:
             self._leave_group(entry)
-            queue.aside.add(entry, depth)
+            queue.own.aside.add(entry, depth)
         if why == PINNED and not entry.kept & PINNED:
             queue.pinned += self.size(entry.nbytes)
             entry.kept &= ~GUESSED  # it stays with the engine that came first
@@ -238,7 +220,7 @@ class LruIndex:
         if entry.group is None or not entry.kept & why:
             return
         if why == PINNED:
-            entry.group.queue.pinned -= self.size(entry.nbytes)
+            entry.group.line.queue.pinned -= self.size(entry.nbytes)
         entry.kept &= ~why
         if entry.kept in (0, GUESSED):
             guessed, entry.kept = bool(entry.kept), 0
@@ -335,7 +317,7 @@ class LruIndex:
                 space = f"{part}/" if part else ""
             size = -(-nbytes // self.unit) * self.unit
             self.used += size
-            group.queue.used += size
+            group.line.queue.used += size
             self._add(Entry(name, nbytes), group, depth)
 
     def begin_at(self, number: int) -> None:
@@ -361,7 +343,7 @@ class LruIndex:
             if entry.kept & GUESSED:
                 entry.kept &= ~GUESSED
                 queue = self._leave_group(entry)
-                self._give(entry, queue, use).aside.add(entry, depth)
+                self._give(entry, queue, use).own.aside.add(entry, depth)
             else:
                 group.raise_to(entry, depth)
             return
@@ -432,10 +414,11 @@ class LruIndex:
             rest. Call it again until the bounds are reached.
         """
         pinned = [queue for queue in self._queues.values() if queue.pinned]
-        if sum(queue.pinned for queue in pinned) > capacity or sum(q.aside.live for q in pinned) > most:
+        aside = [line.aside for queue in pinned for line in queue.lines]
+        if sum(queue.pinned for queue in pinned) > capacity or sum(group.live for group in aside) > most:
             use = Use()
-            for queue in pinned:
-                for entry in list(queue.aside.root_first()):
+            for group in aside:
+                for entry in list(group.root_first()):
                     self.unpin(entry, use)
         left = self._drop_all(self._next_to_go(self.used - capacity, self._count - most, at_most=at_most)[0], EVICTED)
         partly = at_most is not None and len(left) == at_most
@@ -510,21 +493,23 @@ class LruIndex:
 
     def _add(self, entry: Entry, group: UseGroup, depth: int) -> None:
         self._present[entry.name] = entry
-        group.queue.objects += 1
+        group.line.queue.objects += 1
         group.add(entry, depth)
 
     def _leave_group(self, entry: Entry) -> Queue:
         group = entry.group
         assert group is not None
-        queue = group.queue
+        line = group.line
+        queue = line.queue
         entry.group = None
         group.live -= 1
-        if group is queue.aside:
+        if group is line.aside:
             queue.pinned -= self.size(entry.nbytes) if entry.kept & PINNED else 0
         elif not group.live:
-            del queue.groups[group.use]
+            del line.groups[group.use]
             self.chains.forget(group)
-            return queue
+        if line is not queue.own and not line.has_objects():
+            queue.lines.remove(line)
         if len(group.entries) > SLACK + 2 * group.live:
             group.tidy()
         return queue

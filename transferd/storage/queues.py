@@ -152,7 +152,7 @@ class Entry(msgspec.Struct, eq=False):
     @property
     def owner(self) -> Hashable | None:
         """Whose it is; None once it has left."""
-        return None if self.group is None else self.group.queue.owner
+        return None if self.group is None else self.group.line.queue.owner
 
     def __repr__(self) -> str:
         return f"Entry({self.nbytes} bytes)"
@@ -196,8 +196,8 @@ class Queue:
     used: reserved and present.
     pinned: of these, how many cannot be evicted because somebody has pinned them.
     evicted: how many of its objects were, since it came, by the owner whose objects needed the room.
-    groups: by use, the next to go first; none is empty.
-    aside: the objects that are in none of these, because they are not to be evicted.
+    own: where its next groups come, and what is not to be evicted from now on.
+    lines: its own, and those of queues that it has taken over, as they were: there may be a million objects.
     """
 
     owner: Hashable
@@ -209,23 +209,33 @@ class Queue:
     pinned: int = 0
     objects: int = 0
     evicted: Counter[Hashable] = field(default_factory=Counter)
-    groups: OrderedDict[Use, UseGroup] = field(default_factory=OrderedDict)
     used_at: float | None = field(init=False)
-    aside: UseGroup = field(init=False)
+    own: Line = field(init=False)
+    lines: list[Line] = field(init=False)
 
     def __post_init__(self) -> None:
         self.used_at = FOUND_AT if self.owner == nobody(self.space) else None
-        self.aside = UseGroup(Use(), -1, self)
+        self.own = Line(self)
+        self.lines = [self.own]
+
+    def take_over(self, other: Queue) -> None:
+        """Take all objects of another queue, each at its place in the order."""
+        for figure in ("used", "pinned", "objects"):
+            setattr(self, figure, getattr(self, figure) + getattr(other, figure))
+        for line in filter(Line.has_objects, other.lines):
+            line.queue = self
+            self.lines.append(line)
 
     def continued_by(self, name: str, start: int, writing: Container[Use]) -> UseGroup | None:
         """The chain that an object of a use with this `start` continues; None if there is none, or several.
 
         writing: uses that are still writing; these are not continued.
         """
-        space, latest = _space(name), itertools.islice(reversed(self.groups.values()), RECENT)
+        newest_first = heapq.merge(*(reversed(line.groups.values()) for line in self.lines), key=_NUMBER, reverse=True)
+        space, latest = _space(name), itertools.islice(newest_first, RECENT)
         ends = (group for group in latest if group.ends == start and group.use not in writing)
-        ending = [group for group in ends if _space(group.entries[0].name) == space]
-        return ending[0] if len(ending) == 1 and ending[0].number else None
+        ending = {group.use: group for group in ends if _space(group.entries[0].name) == space}
+        return next((one for one in ending.values() if one.number), None) if len(ending) == 1 else None
 
 
 class Reserved(msgspec.Struct):
@@ -238,9 +248,28 @@ class Reserved(msgspec.Struct):
     depth: int
 
 
+@dataclass(slots=True, eq=False)
+class Line:
+    """Objects of a queue in the order of eviction.
+
+    groups: by use, the next to go first; none is empty.
+    aside: the objects that are in none of these, because they are not to be evicted.
+    """
+
+    queue: Queue
+    groups: OrderedDict[Use, UseGroup] = field(default_factory=OrderedDict)
+    aside: UseGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.aside = UseGroup(Use(), -1, self)
+
+    def has_objects(self) -> bool:
+        return bool(self.groups or self.aside.live)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class UseGroup:
-    """The objects of one use in one queue. `number`: its place in the order of uses. `at`: monotonic seconds.
+    """The objects of one use in one line. `number`: its place in the order of uses. `at`: monotonic seconds.
 
     A use that continues a chain takes over the group. `entries` may contain objects that have moved to another group.
     They are skipped, and dropped before they outnumber the others. The list is sorted only when its order is needed.
@@ -248,12 +277,16 @@ class UseGroup:
 
     use: Use
     number: int
-    queue: Queue
+    line: Line
     at: float = 0.0
     entries: list[Entry] = field(default_factory=list)
     live: int = 0
     sorted: bool = True
     _behind: int = 0  # the depth behind its deepest block so far
+
+    @property
+    def queue(self) -> Queue:
+        return self.line.queue
 
     @property
     def ends(self) -> int:
@@ -290,7 +323,8 @@ class UseGroup:
     def _in_order(self) -> list[Entry]:
         """The entries, root first. Some may have moved to another group, but not the last one."""
         if not self.sorted:
-            self.tidy()
+            if len(self.entries) > self.live:
+                self.tidy()
             self.entries.sort(key=DEPTH)
             self.sorted = True
         while self.entries and self.entries[-1].group is not self:
@@ -314,15 +348,15 @@ def spared(
 
     def objects_of(group: UseGroup) -> Iterator[Entry]:
         for entry in group.leaf_first():
-            left[group.queue] -= size(entry.nbytes)
-            if left[group.queue] < 0:
+            left[group.line.queue] -= size(entry.nbytes)
+            if left[group.line.queue] < 0:
                 return
             yield entry
 
     def can_spare(group: UseGroup) -> bool:
-        return left[group.queue] >= 0
+        return left[group.line.queue] >= 0
 
-    lines = [itertools.takewhile(can_spare, queue.groups.values()) for queue in left]
+    lines = [itertools.takewhile(can_spare, line.groups.values()) for queue in left for line in queue.lines]
     by_use = itertools.groupby(heapq.merge(*lines, key=_NUMBER), key=_USE)
     return (list(groups) for _, groups in by_use), objects_of
 
