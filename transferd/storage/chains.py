@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 from transferd.storage.queues import RESTORED, Entry, Queue, Use, UseGroup
 
+RETIRED_AT_ONCE = 512  # uses, between two yields
 MOST_LAST = 4096  # tasks whose last block is remembered
 
 
@@ -121,8 +122,9 @@ class Chains:
 
     def retire(self, dead: Callable[[str], bool]) -> Generator[None, None, None]:
         """Let the uses whose objects are dead go next, unless an object is used again. dead: says so of a name."""
-        for use in reversed(list(self.of)):
-            yield
+        for number, use in enumerate(reversed(list(self.of)), 1):
+            if number % RETIRED_AT_ONCE == 0:
+                yield
             groups = self.of.get(use)
             if not groups or groups[0].number == RESTORED or not dead(groups[0].entries[0].name):
                 continue  # they are of one generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,10 @@ from tests.support.waits import until
 from transferd.blocks.formats import FOOTER_BYTES, seal, stamp_of_name
 from transferd.config import LevelSection
 from transferd.errors import RequestError, StorageUnavailable
+from transferd.runtime import loop_turns
 from transferd.storage.base import STORED, Found, Item
 from transferd.storage.joined import JoinedStorage
+from transferd.storage.keeping import AT_ONCE
 from transferd.storage.levels import prefetch as module
 from transferd.storage.levels import write_back
 from transferd.storage.levels.prefetch import StackBringing
@@ -128,6 +131,24 @@ async def test_two_prefetches_keep_an_object_until_both_have_ended(open_storage:
     one.release()
     assert row(store, "kept_bytes") == NBYTES
     other.release()
+    assert row(store, "kept_bytes") == 0
+
+
+async def test_what_a_prefetch_kept_is_let_go_in_turns_of_the_loop(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """65,536 blocks of eight ranks stopped it for more than a second."""
+    store, _ = await two(open_storage, 0)
+    count = 1100
+    assert await store.put(*((name(i), b"") for i in range(count))) == [STORED] * count
+    one, all_ = begin(store), store.levels.prefetcher
+    await one.bring([(name(i), 0, i) for i in range(count)])
+    assert len(all_.kept) == count
+    with monkeypatch.context() as here:
+        here.setattr(loop_turns, "now", itertools.count().__next__)  # each piece takes as long as a turn may
+        one.release()
+        assert len(all_.kept) == count - AT_ONCE
+        await until(lambda: not all_.kept, "others have had their turns")
     assert row(store, "kept_bytes") == 0
 
 

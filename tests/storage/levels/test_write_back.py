@@ -172,6 +172,26 @@ async def test_copies_that_wait_for_a_dead_level_are_given_up_after_a_time(
     assert first.find([name(i) for i in range(4)], None) == [False] * 4, "they can be evicted now"
 
 
+async def test_waiting_copies_are_given_up_in_turns_of_the_loop_and_made_later(open_storage: Open) -> None:
+    """60,000 that waited stopped the loop for 0.6 s: for a purge, a drain, or a level that was silent for long."""
+    store, _, lower = await two(open_storage)
+    lower.gate.clear()
+    count = 2500
+    assert await store.put(*((name(i), b"") for i in range(count))) == [STORED] * count
+    (back,) = store.levels.write_backs
+    await until(lambda: lower.waiting, "the first ones are under way")
+    left = len(back._queue)
+    withdrawing = asyncio.ensure_future(back.withdraw("drained"))
+    await asyncio.sleep(0)
+    assert 0 < len(back._queue) < left, "others have their turn"
+    await withdrawing
+    assert not back._queue
+    assert lost(store) == {"drained": left}
+    lower.gate.set()
+    await store.levels.flush(30)
+    assert await lower._behind.exists([name(i) for i in range(count)]) == [True] * count
+
+
 @pytest.mark.parametrize(("kind", "why"), [(StorageFull, "full"), (StorageError, "failed")])
 async def test_an_object_that_a_level_never_takes_is_offered_once(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch, kind: type[StorageError], why: str

@@ -63,7 +63,7 @@ class LevelsKeeper(Keeper):
             # copy above.
             if selection.owner is None and selection.unused_s is None:
                 for back in parts.write_backs:
-                    back.withdraw("purged", lambda one: selection.fits(one.name))
+                    await back.withdraw("purged", lambda one: selection.fits(one.name))
             total = await self._of_all(selection, by, dry_run=False)
             # What has read an object before the fence removes it, if it has stored the object since.
             await parts.settled(parts.write_backs)

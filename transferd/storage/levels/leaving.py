@@ -100,7 +100,7 @@ class Leaving:
         """Copy what only this level has. Returns the lengths of objects that it still has alone, by name."""
         backs = [back for back in self._parts.write_backs if back.level is level]
         for back in backs:
-            back.withdraw("drained")
+            await back.withdraw("drained")
         if ends := self._parts.stores.ends:  # those that began before store there still
             await asyncio.wait(set(ends))
         await self._parts.settled(backs)

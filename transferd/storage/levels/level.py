@@ -31,6 +31,7 @@ ABSENT_S = 1.0  # how long a remote level's answer "not there" counts
 MOST_PURGES = (
     256  # that a level without removal remembers; with more, all is hidden that this node has not stored since
 )
+MOST_DROPPED = 1024  # names that one call forgets
 MOST_NAMES = 2**17  # names that are remembered of a level without an index
 
 REASONS = ("queue_full", "failed", "full", "down", "gone", "quarantined", "purged", "drained", "close")
@@ -143,7 +144,7 @@ class Names:
 
     def set_most(self, most: int) -> None:
         self._most = most
-        while len(self._names) > most:
+        for _ in range(min(MOST_DROPPED, len(self._names) - most)):
             self._names.popitem(last=False)
 
     def __contains__(self, name: str) -> bool:

@@ -16,14 +16,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from transferd.blocks.formats import FOOTER_BYTES, NotSealed, check, stamp_of_name
 from transferd.errors import RequestError, StorageError, StorageFull, StorageUnavailable, TransferError
 from transferd.runtime.aio import Background, in_turns
+from transferd.runtime.loop_turns import InPieces
 from transferd.runtime.threads import Direction
 from transferd.storage.base import Found, Item, Outcome
+from transferd.storage.keeping import AT_ONCE
 from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.levels.level import StoreLevel
 from transferd.storage.levels.loading import StackLoad
@@ -72,11 +74,8 @@ class StackBringing(Bringing):
         return [self._parts.first_with(name, self.level.number + 1) is not None for name in names]
 
     def release(self) -> None:
-        for name, kept in self._kept.items():
-            kept.by -= 1
-            if not kept.by and self._all.kept.get(name) is kept:
-                self._all.let_go(name, kept, self.use)
-        self._kept = {}
+        kept, self._kept = self._kept, {}
+        self._all.releasing.run(self._all.released(kept, self.use))
 
     def _keep(self, name: str, level: StoreLevel) -> None:
         if self.free_only or self.stopped or (nbytes := level.index.hold(name, AWAITED)) is None:  # it has just left
@@ -204,6 +203,7 @@ class StackPrefetcher(Prefetcher):
         self.running = Background(awaited=False)
         self.kept: dict[str, Kept] = {}
         self.kept_bytes: Counter[StoreLevel] = Counter()
+        self.releasing = InPieces()
         self.closing = False
 
     # --- from outside -------------------------------------------------------------------------------
@@ -257,6 +257,15 @@ class StackPrefetcher(Prefetcher):
         for item in items:
             if item.use is not None and (kept := self.kept.get(item.name)) is not None:
                 self.let_go(item.name, kept, item.use)
+
+    def released(self, objects: Mapping[str, Kept], use: Use) -> Generator[None, None, None]:
+        """Note that a prefetch that has requested these has ended."""
+        for number, (name, kept) in enumerate(objects.items(), 1):
+            kept.by -= 1
+            if not kept.by and self.kept.get(name) is kept:
+                self.let_go(name, kept, use)
+            if number % AT_ONCE == 0:
+                yield
 
     def let_go(self, name: str, kept: Kept, use: Use) -> None:
         del self.kept[name]

@@ -87,15 +87,13 @@ class Sweep:
     async def _sweep(self, back: WriteBack) -> None:
         use, depth = Use(), 0
         todo = list(back.lacking)
-        back.lacking.clear()
         while todo and not back.level.out_for_stores and await back.emptied():
             await self._parts.traffic.quiet(GIVE_WAY_S)
             some = [todo.pop() for _ in range(min(BATCH, len(todo)))]
             for name in some:
                 depth += 1
+                back.lacking.pop(name, None)
                 back.offer(name, use, depth)
-        for name in todo:
-            back.remember(name)
         back.wake()
 
     async def _compare(self, back: WriteBack) -> None:
@@ -108,6 +106,6 @@ class Sweep:
                     break
                 if back.level.has([name]) != [True]:  # also while it is away: a sweep waits for it
                     names[name] = None
-        for name in reversed(names):
+        async for name in in_turns(reversed(names)):
             back.remember(name)
         back.sweep.soon(at_once=True)

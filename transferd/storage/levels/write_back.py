@@ -39,7 +39,7 @@ import structlog
 
 from transferd.blocks.layout.base import align
 from transferd.errors import StorageError, StorageFull, StorageUnavailable
-from transferd.runtime.aio import Background, Paced, begun, resolve
+from transferd.runtime.aio import Background, Paced, begun, in_turns, resolve
 from transferd.storage.base import NBYTES, Found, Item, Outcome, with_slots_back
 from transferd.storage.levels.copying import CopyDown, Copying
 from transferd.storage.levels.level import MIB, StoreLevel
@@ -321,14 +321,15 @@ class WriteBack:
             self.lacking.popitem(last=False)
         self.sweep.soon()
 
-    def withdraw(
+    async def withdraw(
         self, why: str, fits: Callable[[CopyDown], bool] = lambda _one: True, error: StorageError | None = None
     ) -> None:
         """Give up copies that fit, if they wait and are not running."""
         for queue in (self._queue, self._urgent):
-            for one in list(filter(fits, queue.values())):
-                del queue[one.name]
-                self._end(one, why, error)
+            async for one in in_turns(list(queue.values())):
+                if queue.get(one.name) is one and fits(one):
+                    del queue[one.name]
+                    self._end(one, why, error)
         self.wake()
 
     def _hurry(self, name: str) -> None:
@@ -398,7 +399,7 @@ class WriteBack:
         self.closing = True
         if left := len(self._queue) + len(self._urgent):
             log.warning("objects were not copied to a level", level=self.level.name, objects=left, reason="close")
-        self.withdraw("close")
+        await self.withdraw("close")
         if self._task is not None:
             await asyncio.wait([self._task])
 
@@ -410,7 +411,7 @@ class WriteBack:
                 if self.refusal is not None or self.level.out:
                     if self.closing:
                         return
-                    self._expire()
+                    await self._expire()
                     seconds = max(self._pace.left_s, RETRY_S if self.level.out else 0.0)
                     await self._until(lambda: self.closing, seconds)
                 traffic = self._copying.traffic
@@ -437,11 +438,11 @@ class WriteBack:
             self.running[one.name] = one
         return batch
 
-    def _expire(self) -> None:
+    async def _expire(self) -> None:
         """Give up copies that have waited too long for a level that does not answer, or refuses."""
         oldest = self._now() - self.level.section.write_back_max_age
         error = self.refusal or StorageUnavailable(f"the level {self.level.name} does not answer")
-        self.withdraw(_why_lost(error), lambda one: one.since < oldest, error)
+        await self.withdraw(_why_lost(error), lambda one: one.since < oldest, error)
 
     async def _copy_batch(self, batch: list[CopyDown]) -> None:
         before, began = self.level.counts["copied"], self._now()
