@@ -67,6 +67,21 @@ async def test_a_drained_levels_only_copies_go_below_and_it_keeps_its_objects(
     assert (outcome.level, data) == (0, content(0))
 
 
+async def test_what_only_a_level_has_is_counted_in_turns_of_the_loop(open_storage: Open) -> None:
+    """No other level could be asked, so a million objects were looked at in one step: that took seconds."""
+    store = await open_storage(stack(MemoryStorage(memory_config(10**6)), gated(MemoryStorage(memory_config(10**6)))))
+    levels, count, turns = store.storage, 640, 0
+    assert isinstance(levels, LevelsStorage)
+    await levels.change(levels.names[1], leaves=True)
+    assert await store.put(*((f"m/f/g/{i}/0", b"") for i in range(count))) == [STORED] * count
+    counting = asyncio.ensure_future(levels.only_here())
+    while not counting.done():
+        turns += 1
+        await asyncio.sleep(0)
+    assert counting.result() == (count, 0)
+    assert turns > count / 64
+
+
 async def test_what_vanished_below_while_a_level_was_out_is_copied_there_again(
     open_storage: Open, tmp_path: Path
 ) -> None:

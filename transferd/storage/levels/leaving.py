@@ -117,7 +117,7 @@ class Leaving:
         objects = [one async for one in in_turns(level.index.hottest_first())]
         level.draining_bytes = sum(nbytes for _, nbytes in objects)
         use, proven = Use(), dict[str, StoreLevel]()
-        for start in range(0, len(objects), BATCH):
+        async for start in in_turns(range(0, len(objects), BATCH), 1):
             some = [(*one, depth) for depth, one in enumerate(objects[start : start + BATCH], start)]
             found = await self._elsewhere(level, [name for name, _, _ in some])
             alone = [one for one in some if one[0] not in found]
@@ -146,12 +146,12 @@ class Leaving:
         """
         alone = {}
         objects = [one async for one in in_turns(level.index.hottest_first())]
-        for start in range(0, len(objects), BATCH):
+        async for start in in_turns(range(0, len(objects), BATCH), 1):
             some = objects[start : start + BATCH]
             open_ = [name for name, _ in some if not self._still(proven.get(name), name)]
             found = await self._elsewhere(level, open_, outlives=outlives) if open_ else {}
             alone.update({name: nbytes for name, nbytes in some if name in open_ and name not in found})
-        return {name: nbytes for name, nbytes in alone.items() if level.has([name]) == [True]}
+        return {name: nbytes async for name, nbytes in in_turns(alone.items()) if level.has([name]) == [True]}
 
     def _still(self, where: StoreLevel | None, name: str) -> bool:
         """Whether a level that has proven to have an object has not lost it since, as far as that can be noticed."""
