@@ -43,7 +43,6 @@ CRUMBS = {
     "adapters.fastdeploy.memory": "the one file there that needs a GPU",
     "wire.codes": "the names in a table of the documentation, which a test compares",
     "wire.hooks": "what msgpack calls for foreign types, beside the format in protocol.py, which is full",
-    "storage.mooncake.segments": "one count, apart from the calls of a large store",
     "adapters.fastdeploy.replies": "FastDeploy's answers, beside its requests in items.py",
     "adapters.shared_caches": "engines import it",
     "adapters.mooncake_store.as_mooncake.mooncake.store": "engines import it, by the name that Mooncake's library has",

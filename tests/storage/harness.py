@@ -87,9 +87,9 @@ class KeptClient(PoolClient):
         self._memory.add(address)
         return super().register(address, nbytes, rank)
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, rank: int = 0) -> None:
         self._memory.discard(address)
-        super().unregister(address)
+        super().unregister(address, rank)
 
     def close(self) -> None:
         for address in list(self._memory):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from transferd.config import MooncakeStorageSection
 from transferd.storage.mooncake import error_codes
-from transferd.storage.mooncake.client import Batch, PoolClient
+from transferd.storage.mooncake.client import Batch, Buffer, PoolClient
 
 SIM_MASTER = "sim://pool"  # a scheme: nobody dials it
 
@@ -103,7 +103,7 @@ class SimPoolClient(PoolClient):
             self.registered[address] = nbytes
         return self.pool.registering
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, rank: int = 0) -> None:
         self.registered.pop(address, None)
 
     def exists(self, keys: Collection[str]) -> dict[str, int]:
@@ -128,7 +128,7 @@ class SimPoolClient(PoolClient):
             data = self.pool.objects.get(key)
             if data is None:
                 return error_codes.REPLICA_IS_NOT_READY if key in self.pool.begun else error_codes.OBJECT_NOT_FOUND
-            address, size = batch[key]
+            address, size, _ = batch[key]
             if len(data) > size or not self._is_registered(address, size):
                 return error_codes.INVALID_PARAMS
             ctypes.memmove(address, data, len(data))
@@ -151,10 +151,10 @@ class SimPoolClient(PoolClient):
     def _is_registered(self, address: int, size: int) -> bool:
         return any(start <= address and address + size <= start + n for start, n in self.registered.items())
 
-    def _kept(self, key: str, place: tuple[int, int], *, over: bool) -> int:
-        if not self._is_registered(*place):
+    def _kept(self, key: str, place: Buffer, *, over: bool) -> int:
+        if not self._is_registered(place.address, place.nbytes):
             return error_codes.INVALID_PARAMS
-        return self.pool.store(key, ctypes.string_at(*place), pin=self._pin, over=over)
+        return self.pool.store(key, ctypes.string_at(place.address, place.nbytes), pin=self._pin, over=over)
 
 
 def _nothing(operation: str, keys: Sequence[str]) -> None:

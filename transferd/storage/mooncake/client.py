@@ -34,6 +34,7 @@ from transferd.runtime.limits import connect_limit
 from transferd.storage.base import Blob
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, OVERTAKEN, UNSEEN, describe
+from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
 
@@ -44,10 +45,11 @@ STALL_LIMITS = ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC")
 
 
 class Buffer(NamedTuple):
-    """The registered memory that an object is read from or written to."""
+    """The registered memory that an object is read from or written to. rank: which it was registered for."""
 
     address: int
     nbytes: int
+    rank: int = 0
 
 
 Batch = Mapping[str, Buffer]
@@ -127,7 +129,7 @@ class PoolClient:
         code: int = self._store.register_buffer(address, nbytes)
         return code
 
-    def unregister(self, address: int) -> None:
+    def unregister(self, address: int, rank: int = 0) -> None:  # noqa: ARG002
         """Undo `register`."""
         self._store.unregister_buffer(address)
 
@@ -232,13 +234,13 @@ def first_of_each(blobs: Sequence[Blob]) -> dict[str, Blob]:
     return first
 
 
-def registered_address(blob: Blob, registered: Mapping[int, int]) -> int:
-    """The address of a blob's buffer. Raises InvariantError if it is not in registered memory."""
+def buffer_of(blob: Blob, registered: Mapping[int, HostMemory]) -> Buffer:
+    """A blob's buffer. registered: memory by its address. Raises InvariantError if the buffer lies in none of it."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(blob.data))
-    end = address + blob.data.nbytes
-    if not any(start <= address and end <= start + nbytes for start, nbytes in registered.items()):
-        raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
-    return address
+    for start, memory in registered.items():
+        if start <= address and address + blob.data.nbytes <= start + memory.nbytes:
+            return Buffer(address, blob.data.nbytes, memory.rank)
+    raise InvariantError(f"the buffer of {blob.name} is not in memory registered with Mooncake")
 
 
 def stall_limit() -> float:

@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from transferd.config import MooncakeStorageSection
-from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import Batch, Buffer, PoolClient
 
 
@@ -31,17 +30,12 @@ class DeviceClients(PoolClient):
         self._sections = [msgspec.structs.replace(section, rdma_devices=name) for name in names]
         super().__init__(self._sections[0])
         self._clients: dict[int, PoolClient] = {0: self}  # by the device's place in the list
-        self._memory: dict[int, tuple[int, int]] = {}  # registered, by address: where it ends, the device's place
 
     def register(self, address: int, nbytes: int, rank: int = 0) -> int:
-        code = PoolClient.register(self._client_of(rank), address, nbytes)
-        if code == error_codes.OK:
-            self._memory[address] = address + nbytes, rank % len(self._sections)
-        return code
+        return PoolClient.register(self._client_of(rank), address, nbytes)
 
-    def unregister(self, address: int) -> None:
-        _, place = self._memory.pop(address, (0, 0))
-        PoolClient.unregister(self._clients[place], address)
+    def unregister(self, address: int, rank: int = 0) -> None:
+        PoolClient.unregister(self._client_of(rank), address)
 
     def put(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         return self._moved(batch, lambda client, part: PoolClient.put(client, part, alone=alone))
@@ -73,10 +67,8 @@ class DeviceClients(PoolClient):
     def _moved(self, batch: Batch, move: Callable[[PoolClient, Batch], dict[str, int]]) -> dict[str, int]:
         """`move` for each device's objects, at the same time."""
         parts: dict[int, dict[str, Buffer]] = {}
-        memory = list(self._memory.items())  # another rank may be registered meanwhile
         for key, buffer in batch.items():
-            places = (place for start, (end, place) in memory if start <= buffer.address < end)
-            parts.setdefault(next(places, 0), {})[key] = buffer
+            parts.setdefault(buffer.rank % len(self._sections), {})[key] = buffer
         if len(parts) == 1:
             return move(self._clients[next(iter(parts))], batch)
         with ThreadPoolExecutor(len(parts)) as threads:

@@ -47,7 +47,7 @@ import structlog
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, MooncakeStorageSection, Size
 from transferd.errors import StillRunning, StorageError, StorageUnavailable, TransferError
-from transferd.runtime.aio import answered, uncancelled
+from transferd.runtime.aio import Background, answered, uncancelled
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.compat import Self
 from transferd.storage.base import FOUND, MISSING, STORED, Blob, Found, Index, Outcome, Outcomes, PoolNode, SlotStorage
@@ -55,14 +55,13 @@ from transferd.storage.breaker import BreakerState, CircuitBreaker
 from transferd.storage.mooncake import error_codes
 from transferd.storage.mooncake.client import (
     Batch,
-    Buffer,
     PoolClient,
+    buffer_of,
     first_of_each,
     key_of,
     longest_transfer,
     part_of,
     put_and_look,
-    registered_address,
 )
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
@@ -73,7 +72,6 @@ from transferd.storage.mooncake.layout_records import LayoutRecords
 from transferd.storage.mooncake.loads import Loads
 from transferd.storage.mooncake.native_calls import MOST_BYTES, CallKind, LeftRunning, Merger, NativeCalls
 from transferd.storage.mooncake.peers import Asker, Call, Peers
-from transferd.storage.mooncake.segments import Segments
 from transferd.storage.selection import Selection, check_shared
 from transferd.storage.suspects import Suspects
 from transferd.tasks import CopiesMade
@@ -131,8 +129,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._calls = NativeCalls(section.timeout)
         self._breaker = CircuitBreaker("mooncake", self._probe, self._section.probe_interval, self._leave_stuck)
         self._stuck: set[Call] = set()  # calls that wait for a thread, or are overdue
-        self._registered: dict[int, int] = {}  # address: length
-        self._segments = Segments(section, self._copying_call)
+        self._registered: dict[int, HostMemory] = {}  # by address
+        self._lent = 1  # segments that are lent, or being lent
+        self._lending = Background(awaited=False)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
         self._peers = Peers(clock, lambda work: self._calls.run(CallKind.LOOK, work), asker)
@@ -179,19 +178,38 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._copies.start()
 
     def register(self, memory: HostMemory) -> None:
+        """Besides, with segment_per_rank, lend a segment for each rank beyond the first that is served at a time.
+
+        So does each of FastDeploy's transfer processes. Engines that one process registers for the same rank count
+        once, as for objects of several sizes. Segments stay until the daemon ends: an engine that starts again finds
+        the room, and what is in it, as before.
+        """
         self._register(memory.address, memory.nbytes, memory.rank)
-        self._segments.began(memory)
+        self._registered[memory.address] = memory
+        lenders = {one.lender for one in self._registered.values()} - {None}
+        if self._section.segment_per_rank and self._section.global_segment_size and len(lenders) > self._lent:
+            self._lent += 1
+            self._lending.begin(self._lend(memory.rank))
+
+    async def _lend(self, rank: int) -> None:
+        nbytes = int(self._section.global_segment_size)
+        try:
+            code = await self._copying_call(lambda client: client.lend(nbytes, rank))
+            problem = error_codes.describe(code) if code else ""
+        except StorageError as error:
+            problem = str(error)
+        if problem:
+            self._lent -= 1  # the next rank that begins tries again
+            log.warning("the pool gets no segment for a further rank", bytes=nbytes, problem=problem)
 
     def unregister(self, memory: HostMemory) -> None:
-        self._segments.ended(memory)
         if self._registered.pop(memory.address, None) is not None and self._client is not None:
-            self._client.unregister(memory.address)
+            self._client.unregister(memory.address, memory.rank)
 
     def _register(self, address: int, nbytes: int, rank: int = 0) -> None:
         code = self._opened().register(address, nbytes, rank)
         if code != 0:
             raise StorageError(f"Mooncake refused to register {nbytes} bytes of memory ({error_codes.describe(code)})")
-        self._registered[address] = nbytes
 
     async def close(self) -> None:
         """Leave the pool. This freezes the whole process for seconds (client.py), so it comes last."""
@@ -328,10 +346,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         )
 
     def _batch(self, first: dict[str, Blob]) -> Batch:
-        return {
-            key_of(name): Buffer(registered_address(blob, self._registered), blob.data.nbytes)
-            for name, blob in first.items()
-        }
+        return {key_of(name): buffer_of(blob, self._registered) for name, blob in first.items()}
 
     # --- put ----------------------------------------------------------------------------------------
 
