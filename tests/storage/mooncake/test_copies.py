@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -48,7 +49,7 @@ class Pool:
         self.settings = settings = MooncakeStorageSection(master_server_addr="10.0.0.9:1", **section)
         peers = Peers(SYSTEM_CLOCK, self._look)
         self.peers = peers
-        self.copies = Copies(settings, self.in_thread, peers, SYSTEM_CLOCK, lambda: 0)
+        self.copies = Copies(settings, self.in_thread, peers, SYSTEM_CLOCK, Counter())
 
     def _of(self, keys: Sequence[str]) -> list[PoolObject]:
         return [PoolObject(key, 1000, tuple(sorted(self.objects[key]))) for key in keys if self.objects.get(key)]
@@ -254,7 +255,7 @@ async def test_each_node_looks_at_its_share_and_rests_a_hundred_times_as_long(mo
     counted = []
     for number in (1, 2, 3):
         pool.own = frozenset({f"10.0.0.{number}:1"})
-        watching = Copies(pool.settings, pool.in_thread, pool.peers, SYSTEM_CLOCK, lambda: 0)
+        watching = Copies(pool.settings, pool.in_thread, pool.peers, SYSTEM_CLOCK, Counter())
         watching.start()
         await until(lambda: "copies_missing" in watching.statistics() and max(rests) >= 100)  # noqa: B023
         counted.append(watching.statistics()["copies_missing"])

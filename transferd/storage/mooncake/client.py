@@ -33,7 +33,7 @@ from transferd.errors import ConfigError, InvariantError, StorageError, StorageU
 from transferd.runtime.limits import connect_limit
 from transferd.storage.base import Blob
 from transferd.storage.mooncake import connections
-from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, OVERTAKEN, UNSEEN, describe
+from transferd.storage.mooncake.error_codes import NO_ANSWER, OK, describe
 from transferd.tiers.base import HostMemory
 
 log = structlog.get_logger(__name__)
@@ -206,17 +206,6 @@ class PoolClient:
         """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
         store, self._store = self._store, None  # a call on a closed client would crash the process
         store.close()
-
-
-def put_and_look(client: PoolClient, batch: Batch, alone: bool) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """Put, then look up the keys that may be stored: UNSEEN if a get would miss it. Both calls use one thread.
-
-    Those are keys with the answer 0, and with codes in OVERTAKEN. Also returns the nodes of each of these.
-    """
-    answers = client.put(batch, alone=alone)
-    doubtful = [key for key, code in answers.items() if code == OK or code in OVERTAKEN]
-    held = client.holders(doubtful) if doubtful else {}
-    return answers | {key: OK if nodes else UNSEEN for key, nodes in held.items()}, held
 
 
 def key_of(name: str) -> str:

@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -122,28 +124,20 @@ class FreeMemory:
 
 
 class Copies:
-    """Makes copies, one pass at a time. See the module. peers: borrowed.
-
-    short: how many objects this node has stored with too few copies.
-    """
+    """Makes copies, one pass at a time. See the module. peers, counts: the store's."""
 
     def __init__(
-        self,
-        section: MooncakeStorageSection,
-        in_thread: InThread,
-        peers: Peers,
-        clock: Clock,
-        short: Callable[[], int],
+        self, section: MooncakeStorageSection, in_thread: InThread, peers: Peers, clock: Clock, counts: Counter[str]
     ) -> None:
         self.recent = LastAsked()
         self._section = section
         self._in_thread = in_thread
         self._peers = peers
         self._now = clock.monotonic
-        self._short = short
+        self._counts = counts
         self._turn = asyncio.Lock()
         self._by = math.inf  # when the running pass has to end
-        self._left_bytes = 0
+        self._left: Sequence[PoolObject] = ()  # what the running pass has yet to copy
         self._made = 0
         self._missing: int | None = None
         self._watching = Background(awaited=False)
@@ -152,7 +146,7 @@ class Copies:
 
     def statistics(self) -> dict[str, Any]:
         known = {} if self._missing is None else {"copies_missing": self._missing}
-        return {"copying_bytes": self._left_bytes, "copies_made": self._made} | known
+        return {"copying_bytes": _bytes(self._left), "copies_made": self._made} | known
 
     def start(self) -> None:
         """Look for lost copies from now on, if objects have several."""
@@ -187,11 +181,10 @@ class Copies:
 
     async def mend(self) -> CopiesMade:
         """Make the copies that objects of the pool lack, whichever node has them. Raises like `drain`."""
-        wanted = self._section.replica_num
-        if wanted == 1:
+        if self._section.replica_num == 1:
             what = "objects have one copy each (storage.mooncake.replica_num = 1), so none can be missing"
             raise RequestError(what, code="bad_value")
-        return await self._pass(lambda held, _: _lacks(held, wanted), math.inf)
+        return await self._pass(lambda held, _: self._lacks(held), math.inf)
 
     async def _pass(
         self, wanted: Callable[[PoolObject, frozenset[str]], bool], within_s: float, *, last: bool = False
@@ -260,7 +253,7 @@ class Copies:
         found: list[PoolObject] = []
         async for some in self._each(read_all(self.pages, share)):
             if self._now() >= self._by:  # a part is no answer: the rest may be what is alone
-                raise _LookEnded("the look at the pool was ended: by another drain, a stop, or its time")
+                raise StorageUnavailable("the look at the pool was ended: by another drain, a stop, or its time")
             found += filter(wanted, some)
             if len(found) >= MOST_FOUND:
                 break
@@ -283,13 +276,13 @@ class Copies:
             self._spent = 0.0
             try:
                 segments = await self._in_thread(lambda _: read_segments(self.pages))
-                now = frozenset(one.name for one in segments), self._short()
+                now = frozenset(one.name for one in segments), self._counts["under_replicated"]
                 if now != seen or self._missing:
                     await self._look(sorted({one.node for one in segments}))
                 seen, failed = now, False
-            except _LookEnded:  # for a drain: the next look is soon
-                continue
             except TransferError as error:
+                if self._now() >= self._by:  # a drain has ended the look: the next one is soon
+                    continue
                 if not failed:
                     log.warning("cannot find out whether objects lack copies", problem=str(error))
                 failed = True
@@ -310,56 +303,58 @@ class Copies:
         async with self._turn:
             self._by, missing = math.inf, 0
             own = await self._own()
-
-            def lacks(held: PoolObject) -> bool:
-                return _lacks(held, self._section.replica_num)
-
             for number in (number for number, node in enumerate(nodes) if node in own):
-                found = await self._find(lacks, (number, len(nodes)))
-                made = await self._make(found, lacks) if found and self._section.mend else None
+                found = await self._find(self._lacks, (number, len(nodes)))
+                made = await self._make(found, self._lacks) if found and self._section.mend else None
                 missing += len(found) if made is None else made.left
             self._missing = missing
+
+    def _lacks(self, held: PoolObject) -> bool:
+        """Whether an object has too few copies. A record of a layout is stored before there are other nodes."""
+        return len(held.nodes) < self._section.replica_num and not held.key.startswith(RECORDS)
 
     # --- making ---------------------------------------------------------------------------------------
 
     async def _make(self, found: Sequence[PoolObject], wanted: Callable[[PoolObject], bool]) -> CopiesMade:
-        total = sum(held.nbytes for held in found)
         left = list(found)
-        run = _Run(self._peers)
+        run = _Run()
         self._peers.watch(run.call)
         try:
             for _ in range(ROUNDS):
                 before = len(left)
-                self._left_bytes = sum(held.nbytes for held in left)
                 await self._round(run, left, wanted)
                 left = await self._again(left, wanted)
                 if not left or self._now() >= self._by or (len(left) == before and not run.failed):
                     break
         finally:
             run.call.end()
-            self._left_bytes = 0
-        left_bytes = sum(held.nbytes for held in left)
-        self._made += run.made
+            self._left = ()
+        left_bytes = _bytes(left)
         why = run.why(late=self._now() >= self._by) if left else ""
-        return CopiesMade(len(found) - len(left), total - left_bytes, len(left), left_bytes, why)
+        return CopiesMade(len(found) - len(left), _bytes(found) - left_bytes, len(left), left_bytes, why)
 
     async def _round(self, run: _Run, found: Sequence[PoolObject], wanted: Callable[[PoolObject], bool]) -> None:
         """Try to make a copy of each."""
-        run.begin()
+        run.looked_at, run.no_room, run.failed = -math.inf, "", ""
         for start in range(0, len(found), EACH):
+            self._left = found[start:]
             while (left_s := self._by - self._now()) > 0 and len(run.under_way) > min(run.most, BEGUN * left_s) - EACH:
                 await self._progress(run)
             if left_s <= 0:
                 break
             some = await self._again(found[start : start + EACH], wanted)
-            self._left_bytes -= sum(held.nbytes for held in found[start : start + EACH])
             if self._now() > run.looked_at + REFRESH_S:
                 run.looked_at = self._now()
-                run.saw(await self._in_thread(lambda _: read_segments(self.pages)))
+                run.saw(await self._in_thread(lambda _: read_segments(self.pages)), self._peers.down)
             chosen = run.choose(some, self.recent.chain)
             pairs = [(held.key, segment.name) for held, segment in chosen]
             answers = await self._in_thread(lambda client: client.copy(pairs)) if pairs else []  # noqa: B023
-            run.asked(chosen, answers, self._now())
+            for (held, segment), answer in zip(chosen, answers, strict=True):
+                if isinstance(answer, int):
+                    run.failed = describe(answer)
+                else:
+                    run.under_way[answer] = held, segment, self._now()
+            run.call.peers = run.targets()
         while run.under_way and self._now() < self._by + END_S:
             await self._progress(run)
 
@@ -367,45 +362,47 @@ class Copies:
         """Wait a moment, and see which copies were made."""
         await asyncio.sleep(LOOK_S)
         tasks = list(run.under_way)
-        run.ended(tasks, await self._in_thread(lambda client: client.copied(tasks)), self._now())
+        for task, made in zip(tasks, await self._in_thread(lambda client: client.copied(tasks)), strict=True):
+            _, segment, since = run.under_way[task]
+            if made is None and self._now() < since + TASK_S:
+                continue
+            del run.under_way[task]
+            self._made += made is True
+            if not made:
+                run.failed = f"the copy to {segment.name} {'did not end' if made is None else 'failed'}"
+        run.call.peers = run.targets()
 
 
-class _LookEnded(StorageUnavailable):
-    """A look at all objects was interrupted."""
-
-
-def _lacks(held: PoolObject, wanted: int) -> bool:
-    """Whether an object has too few copies. A record of a layout is stored before there are other nodes."""
-    return len(held.nodes) < wanted and not held.key.startswith(RECORDS)
+def _bytes(objects: Iterable[PoolObject]) -> int:
+    return sum(held.nbytes for held in objects)
 
 
 def _alone(held: PoolObject, own: frozenset[str]) -> bool:
     return own.issuperset(held.nodes)
 
 
+@dataclass(eq=False)
 class _Run:
     """The tasks of one pass. call: lets peers.py end tasks that wait for a target that falls silent."""
 
-    def __init__(self, peers: Peers) -> None:
-        self.call = Call()
-        self.made = 0
-        self.failed = ""  # why, the last time
-        self.no_room = ""  # why, the last time
-        self.under_way: dict[CopyTask, tuple[PoolObject, LentMemory, float]] = {}
-        self.most = UNDER_WAY
-        self.looked_at = -math.inf
-        self._peers = peers
-        self._room = FreeMemory([], ())
-        self._last = (0, "")  # chain, segment
+    call: Call = field(default_factory=Call)
+    failed: str = ""  # why, the last time
+    no_room: str = ""  # why, the last time
+    under_way: dict[CopyTask, tuple[PoolObject, LentMemory, float]] = field(default_factory=dict)
+    most: int = UNDER_WAY
+    looked_at: float = -math.inf
+    _room: FreeMemory = field(default_factory=lambda: FreeMemory([], ()))
+    _last: tuple[int, str] = (0, "")  # chain, segment
 
-    def begin(self) -> None:
-        self.looked_at, self.no_room, self.failed = -math.inf, "", ""
-
-    def saw(self, segments: Sequence[LentMemory]) -> None:
-        self._room = FreeMemory(segments, self._peers.down)
+    def saw(self, segments: Sequence[LentMemory], down: Collection[str]) -> None:
+        self._room = FreeMemory(segments, down)
         self.most = UNDER_WAY * max(1, len(segments))
         for held, segment, _ in self.under_way.values():  # the master's figures may not include them yet
             self._room.take(held.nbytes, held.nodes, segment.name)
+
+    def targets(self) -> frozenset[str]:
+        """The nodes that copies under way are for."""
+        return frozenset(segment.node for _, segment, _ in self.under_way.values())
 
     def choose(self, some: Iterable[PoolObject], chain_of: Callable[[str], int]) -> list[tuple[PoolObject, LentMemory]]:
         chosen: list[tuple[PoolObject, LentMemory]] = []
@@ -419,32 +416,7 @@ class _Run:
             chosen.append((held, segment))
         return chosen
 
-    def asked(
-        self, chosen: Sequence[tuple[PoolObject, LentMemory]], answers: Sequence[CopyTask | int], now: float
-    ) -> None:
-        for (held, segment), answer in zip(chosen, answers, strict=True):
-            if isinstance(answer, int):
-                self.failed = describe(answer)
-            else:
-                self.under_way[answer] = held, segment, now
-        self._waits_for()
-
-    def ended(self, tasks: Sequence[CopyTask], made: Sequence[bool | None], now: float) -> None:
-        for task, done in zip(tasks, made, strict=True):
-            _, segment, since = self.under_way[task]
-            if done is None and now < since + TASK_S:
-                continue
-            del self.under_way[task]
-            if done:
-                self.made += 1
-            else:
-                self.failed = f"the copy to {segment.name} {'failed' if done is False else 'did not end'}"
-        self._waits_for()
-
     def why(self, *, late: bool) -> str:
         """Why objects are left."""
         reasons = "the time was up" * late, self.no_room, self.failed
         return "; ".join(filter(None, reasons)) or "they came meanwhile"
-
-    def _waits_for(self) -> None:
-        self.call.peers = frozenset(segment.node for _, segment, _ in self.under_way.values())

@@ -61,7 +61,6 @@ from transferd.storage.mooncake.client import (
     key_of,
     longest_transfer,
     part_of,
-    put_and_look,
 )
 from transferd.storage.mooncake.copies import Copies
 from transferd.storage.mooncake.devices import connect
@@ -138,7 +137,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._puts = Merger(self._put_together, self._counts)
         native = functools.partial(self._native, CallKind.LOAD)
         self._loads = Loads(native, self._peers, self._counts)
-        self._copies = Copies(section, self._copying_call, self._peers, clock, lambda: self._counts["under_replicated"])
+        self._copies = Copies(section, self._copying_call, self._peers, clock, self._counts)
         self._looks = Looks(lambda: self._copying_call(lambda _: read_state(self._copies.pages)), clock)
         self._left: Callable[[str], object] = lambda _: None
         self._moving = 0  # objects in native calls
@@ -391,9 +390,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
         def put(client: PoolClient) -> dict[str, int]:
             # While a node is down, the master may still choose it for a second copy, and the put would fail for it.
-            answers, holders = put_and_look(client, batch, alone=alone or self._peers.in_the_way())
-            held.update(holders)
-            return answers
+            answers = client.put(batch, alone=alone or self._peers.in_the_way())
+            doubtful = [key for key, code in answers.items() if code == error_codes.OK or code in error_codes.OVERTAKEN]
+            held.update(client.holders(doubtful) if doubtful else {})
+            return answers | {key: error_codes.OK if nodes else error_codes.UNSEEN for key, nodes in held.items()}
 
         answers = await self._native(CallKind.STORE, put, len(batch))
         stored = [holders for holders in held.values() if holders]
