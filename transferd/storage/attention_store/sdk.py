@@ -57,25 +57,6 @@ CLOSE_WAIT_S = 5.0
 MANAGER = 0  # the rank that updates the index for the whole node
 
 
-class _AttachedRank:
-    """One rank's session and its executors."""
-
-    def __init__(self, port: RankPort, session: SdkSession) -> None:
-        self.port = port
-        self.session = session
-        names = [f"transferd-as-{port.rank}-{use}" for use in ("load", "store", "query", "index")]
-        self._executors = self.loads, self.stores, self.queries, self.index_updates = [SerialExecutor(n) for n in names]
-
-    def open(self) -> None:
-        """Start the threads of all executors. Raises NoThreads."""
-        for executor in self._executors:
-            executor.open()
-
-    def close(self, within: float = 0.0) -> list[str]:
-        """Close the executors. Returns the calls that still run."""
-        return [call for executor in self._executors for call in executor.close(within)]
-
-
 class SdkTokenStorage(TokenStorage):
     """See the module."""
 
@@ -95,8 +76,8 @@ class SdkTokenStorage(TokenStorage):
             what = f"the SDK stores only the planes key and value; this cache has {', '.join(planes)}"
             raise ConfigError("storage.attention_store.driver", what, "sdk")
         self._library = load_library()
-        self._ranks: dict[int, _AttachedRank] = {}
-        self._detached: list[_AttachedRank] = []  # ranks that were detached while some of their calls still ran
+        self._ranks: dict[int, SdkSession] = {}
+        self._detached: list[SdkSession] = []  # ranks that were detached while some of their calls still ran
         self._background = Background(awaited=False)
         self._counts: Counter[str] = Counter()
 
@@ -110,20 +91,20 @@ class SdkTokenStorage(TokenStorage):
             session = await starting.run(lambda: SdkSession(*given), "opening of a session")
         finally:
             starting.close(0.0)
-        rank = _AttachedRank(port, session)
-        rank.open()
-        self._ranks[port.rank] = rank
+        for executor in session.executors:
+            executor.open()
+        self._ranks[port.rank] = session
 
     async def ready(self) -> None:
         await every(self._rank_ready(rank) for rank in self._ranks.values())
 
-    async def _rank_ready(self, rank: _AttachedRank) -> None:
+    async def _rank_ready(self, rank: SdkSession) -> None:
         """Query blocks that do not exist until the SDK gives a real answer."""
         absent = list(range(self.block_size + 1))
         give_up = self._clock.monotonic() + self._settings.ready_timeout
         while True:
             try:
-                await rank.queries.run(lambda: rank.session.match(absent, 0, READY_CALL_S))
+                await rank.queries.run(lambda: rank.match(absent, 0, READY_CALL_S))
                 return
             except StorageError as error:
                 if NOT_READY not in str(error):
@@ -164,7 +145,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         return min(
             await every(
-                rank.queries.run(functools.partial(rank.session.match, tokens, start, MATCH_TIMEOUT_S))
+                rank.queries.run(functools.partial(rank.match, tokens, start, MATCH_TIMEOUT_S))
                 for rank in self._ranks.values()
             )
         )
@@ -193,9 +174,7 @@ class SdkTokenStorage(TokenStorage):
         tokens = path.array.tolist()
         self._counts["flushes"] += 1
         try:
-            await rank.index_updates.run(
-                lambda: rank.session.flush_token_index(tokens, start, resident=resident), "flush"
-            )
+            await rank.index_updates.run(lambda: rank.flush_token_index(tokens, start, resident=resident), "flush")
         except StorageError:
             self._counts["flush_errors"] += 1
             raise
@@ -236,7 +215,7 @@ class SdkTokenStorage(TokenStorage):
         return await answer
 
     def _slice(
-        self, rank: _AttachedRank, transfer: Transfer, first: int, blocks: list[int], end: float, *, write: bool
+        self, rank: SdkSession, transfer: Transfer, first: int, blocks: list[int], end: float, *, write: bool
     ) -> int:
         """Runs in the executor's thread."""
         left = end - self._clock.monotonic()
@@ -245,7 +224,7 @@ class SdkTokenStorage(TokenStorage):
             raise StorageError("AttentionStore: the transfer's time limit has passed", code="expired")
         device = rank.port.device
         tokens = transfer.path.array[: (first + len(blocks)) * self.block_size].tolist()
-        move = functools.partial(rank.session.move, "write" if write else "read", tokens, first)
+        move = functools.partial(rank.move, "write" if write else "read", tokens, first)
         if not device.addressable:
             return move(tensors_of(self._layout, device.arena), blocks, limit)
         own = OwnBlocks(self._layout, device.arena, blocks)
@@ -307,7 +286,7 @@ def _attention_type() -> Any:
 
 
 class SdkSession:
-    """One rank's SDK object, called as FastDeploy does. Every method blocks; the rank's executors call them.
+    """One rank's SDK object, called as FastDeploy does, and its executors, which make the calls: they block.
 
     The SDK's builds differ: that for CUDA has an AttentionType and takes more arguments. Raises StorageError.
     """
@@ -315,6 +294,9 @@ class SdkSession:
     def __init__(
         self, library: Library, section: AttentionStoreSection, layout: BlockLayout, cache: CacheSection, port: RankPort
     ) -> None:
+        self.port = port
+        uses = [f"transferd-as-{port.rank}-{use}" for use in ("load", "store", "query", "index")]
+        self.executors = self.loads, self.stores, self.queries, self.index_updates = [*map(SerialExecutor, uses)]
         self._library = library
         self._layer_ids = list(range(layout.layers + layout.mtp_layers))
         self._block_size = cache.block_size
@@ -329,6 +311,10 @@ class SdkSession:
                 self._sdk = library.sdk(*args, sizes[-1], device, section.dp_id, **how)
             else:
                 self._sdk = library.sdk(*args, device, section.dp_id)
+
+    def close(self, within: float = 0.0) -> list[str]:
+        """Close the executors. Returns the calls that still run."""
+        return [call for executor in self.executors for call in executor.close(within)]
 
     def match(self, tokens: Sequence[int], start: int, timeout: float) -> int:
         with _translated(self._library, "match"):
