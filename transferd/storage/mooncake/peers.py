@@ -19,7 +19,6 @@ A node that answers and is slow keeps its calls: the library's own limits are fo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import ipaddress
 from collections.abc import Awaitable, Callable, Collection
@@ -31,7 +30,6 @@ import structlog
 from transferd.errors import StorageUnavailable
 from transferd.runtime.aio import Background
 from transferd.runtime.clock import Clock
-from transferd.runtime.compat import wait_for
 from transferd.storage.mooncake import connections
 from transferd.storage.mooncake.connections import Address
 from transferd.storage.mooncake.handshake import Gone, ask
@@ -67,14 +65,10 @@ class Call:
     left: StorageUnavailable | None = None  # why nobody waits for its end any more
     over: asyncio.Event = field(default_factory=asyncio.Event)  # ended, or left
     timers: list[asyncio.TimerHandle] = field(default_factory=list)  # of those who look after it, until it ends
-    _ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def ended(self) -> bool:
-        return self._ended.is_set()
+    ended: bool = False
 
     def end(self) -> None:
-        self._ended.set()
+        self.ended = True
         self.over.set()
         for timer in self.timers:
             timer.cancel()
@@ -84,11 +78,6 @@ class Call:
         if not self.ended and self.left is None:
             self.left = why
             self.over.set()
-
-    async def ends(self, within: float) -> None:
-        """Wait for its end, at most so many seconds."""
-        with contextlib.suppress(TimeoutError):
-            await wait_for(self._ended.wait(), within)
 
 
 @dataclass(slots=True, eq=False)
@@ -186,12 +175,12 @@ class Peers:
             until = self._clock.monotonic() + LEAVE_S
             while not call.ended and (down := [peer for peer in suspects if peer.endpoint in self.down]):
                 await self._end_connections(down)
-                await call.ends(CUT_S)
+                await asyncio.sleep(CUT_S)
                 # It waits for something that we cannot end. (A put ends, and its copies are made elsewhere.)
                 if self._clock.monotonic() >= until and call.peers:
                     endpoint = down[0].endpoint
                     call.leave(StorageUnavailable(unreachable(endpoint, self.down.get(endpoint, ""))))
-            await call.ends(ASK_AGAIN_S)
+            await asyncio.sleep(ASK_AGAIN_S)
 
     async def _suspects(self, call: Call) -> list[Peer]:
         """The nodes that the call may wait for. For a put, which names none: every known node with a connection."""
