@@ -99,7 +99,8 @@ def test_an_older_version_is_a_configuration_error(monkeypatch: pytest.MonkeyPat
 
 def connected(**calls: Any) -> PoolClient:
     native = object.__new__(PoolClient)
-    native._store, native._replicate = SimpleNamespace(**calls), None
+    native._store = SimpleNamespace(**calls)
+    native._sections, native._clients = [section()], {0: SimpleNamespace(store=native._store)}  # type: ignore[dict-item]
     return native
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +16,8 @@ from transferd.cli.pool.local import Master
 from transferd.cli.pool.master import master_executable
 from transferd.config import MooncakeStorageSection, Size
 from transferd.storage.base import FOUND, STORED, Blob
+from transferd.storage.mooncake import client
 from transferd.storage.mooncake.client import PoolClient
-from transferd.storage.mooncake.devices import connect
 from transferd.storage.mooncake.store import MooncakeStorage
 
 MIB = 1024**2
@@ -56,8 +59,22 @@ async def test_a_ranks_objects_pass_the_device_that_is_its_own(tmp_path: Path, m
 
 def test_without_a_segment_for_each_rank_the_library_chooses_from_all_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
-    monkeypatch.setattr(PoolClient, "__init__", lambda _, section: given.append(section.rdma_devices))
-    assert type(connect(MooncakeStorageSection(rdma_devices="mlx5_0,mlx5_1"))) is PoolClient
+
+    def joined(_: object, section: MooncakeStorageSection) -> SimpleNamespace:
+        given.append(section.rdma_devices)
+        return SimpleNamespace(code=0, store=None)
+
+    library = SimpleNamespace(
+        SoftPinAction=None,
+        ReplicaStatus=SimpleNamespace(COMPLETE=3),
+        TaskStatus=SimpleNamespace(PENDING=0, PROCESSING=1, SUCCESS=2),
+    )
+    monkeypatch.setattr(client, "_LibraryClient", joined)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setitem(sys.modules, "mooncake", SimpleNamespace(store=library))
+    pool = PoolClient(MooncakeStorageSection(rdma_devices="mlx5_0,mlx5_1", global_segment_size=Size(0)))
+    for rank in range(3):
+        pool._of(rank)
     assert given == ["mlx5_0,mlx5_1"]
 
 

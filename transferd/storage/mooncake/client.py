@@ -22,13 +22,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import structlog
 
-from transferd.config import MooncakeStorageSection
+from transferd.config import MooncakeStorageSection, Size
 from transferd.errors import ConfigError, InvariantError, StorageError, StorageUnavailable
 from transferd.runtime.limits import connect_limit
 from transferd.storage.base import Blob
@@ -56,6 +59,10 @@ Batch = Mapping[str, Buffer]
 """The objects of a call, by key."""
 
 
+_Columns = tuple[list[str], list[int], list[int]]
+"""Keys, addresses and lengths, as the library takes them."""
+
+
 CopyTask = tuple[int, int]
 """The id of a copy that a node makes."""
 
@@ -65,6 +72,11 @@ class PoolClient:
 
     Call `close` only when no other call runs. Codes are those of error_codes.py. Raises StorageError if the library
     itself fails.
+
+    Of a list of RDMA devices, rank N uses number N modulo the list's length, as in FastDeploy's transfer processes. The
+    library gives a client one list and chooses from it for each transfer. So with `segment_per_rank` each device that a
+    rank uses has a client of its own, made when the first such rank is served: its memory is registered there, and its
+    objects move there, at the same time as others'.
     """
 
     _failed = 0  # consecutive failed set-ups; the library may log why once, at the second
@@ -78,60 +90,68 @@ class PoolClient:
             raise ConfigError("storage.backend", f"mooncake cannot be loaded: {error}", "mooncake") from error
         if not hasattr(library, "SoftPinAction"):
             raise ConfigError("storage.backend", f"needs Mooncake {LEAST_VERSION} or newer", "mooncake")
-        quiet = section.native_log == "off"
-        if quiet and not silence(but_errors=PoolClient._failed == 1):
-            log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
-        self._replicate = _replicate_config(library, section)
-        self._alone = _replicate_config(library, section)
-        self._alone.replica_num = 1
-        self._protocol = section.protocol
-        self._store: Any = library.MooncakeDistributedStore()
-        with _translated():
-            code = self._store.setup(
-                section.local_hostname,
-                section.metadata_server,
-                int(section.global_segment_size),
-                int(section.local_buffer_size),
-                section.protocol,
-                section.rdma_devices,
-                section.master_server_addr,
-            )
-        PoolClient._failed = 0 if code == 0 else PoolClient._failed + 1
-        if code != 0:
-            raise StorageUnavailable(
-                f"the Mooncake master at {section.master_server_addr} rejected this client ({describe(code)})"
-            )
-        if quiet:
-            silence()
+        self._library, self._quiet = library, section.native_log == "off"
+        devices = section.rdma_devices.split(",") if section.segment_per_rank else [section.rdma_devices]
+        self._sections = [msgspec.structs.replace(section, rdma_devices=device.strip()) for device in devices]
+        self._clients = {0: self._joined(self._sections[0])}
+        self._store = self._clients[0].store  # answers what moves no bytes
         self.own: frozenset[str] = frozenset()  # its names among the holders; empty if it lends no memory
         self._complete = library.ReplicaStatus.COMPLETE
         status = library.TaskStatus
         self._copying = {status.PENDING: None, status.PROCESSING: None, status.SUCCESS: True}
         if section.lender:
-            self._prefer(section.lender)
+            self._clients[0].prefer(section.lender)
         elif section.global_segment_size:
-            self.prefer_own()
+            self.own = self._clients[0].prefer_own()
 
-    def _prefer(self, segment: str) -> None:
-        """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
-        self._replicate.preferred_segments = self._alone.preferred_segments = [segment]
+    def _joined(self, section: MooncakeStorageSection) -> _LibraryClient:
+        if self._quiet and not silence(but_errors=PoolClient._failed == 1):
+            log.info("cannot silence this build of Mooncake: it writes error lines to stderr")
+        client = _LibraryClient(self._library, section)
+        PoolClient._failed = 0 if client.code == 0 else PoolClient._failed + 1
+        if client.code != 0:
+            where, code = section.master_server_addr, describe(client.code)
+            raise StorageUnavailable(f"the Mooncake master at {where} rejected this client ({code})")
+        if self._quiet:
+            silence()
+        return client
 
-    def prefer_own(self) -> None:
-        """Put the first copy into the segment that this client lends, or will lend."""
-        name = self._store.get_hostname()
-        self._prefer(name)
-        # A segment has one port in its name and listens on another, which the library does not report.
-        host = name.rpartition(":")[0]
-        self.own = frozenset(f"{host}:{port}" for port in connections.listening())
+    def _of(self, rank: int) -> _LibraryClient:
+        """The client of a rank's device."""
+        place = rank % len(self._sections)
+        if place not in self._clients:
+            section = self._sections[place]
+            # It lends nothing yet: that takes seconds, in which a set-up would hold the interpreter lock.
+            made = self._joined(msgspec.structs.replace(section, global_segment_size=Size(0)))
+            if section.global_segment_size:
+                self.own |= made.prefer_own()
+            self._clients[place] = made
+        return self._clients[place]
 
-    def register(self, address: int, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002 - one client for all ranks
+    def _moved(self, batch: Batch, move: Callable[[_LibraryClient, _Columns], Sequence[int]]) -> dict[str, int]:
+        """`move` for each device's objects, at the same time."""
+        parts: defaultdict[int, dict[str, Buffer]] = defaultdict(dict)
+        for key, buffer in batch.items():
+            parts[buffer.rank % len(self._sections)][key] = buffer
+
+        def moved(place: int) -> dict[str, int]:
+            keys, buffers = list(parts[place]), parts[place].values()
+            columns = keys, [buffer.address for buffer in buffers], [buffer.nbytes for buffer in buffers]
+            return _per_key(keys, lambda: move(self._clients[place], columns))
+
+        if len(parts) < 2:
+            return moved(next(iter(parts), 0))
+        with ThreadPoolExecutor(len(parts)) as threads:
+            return {key: code for some in threads.map(moved, parts) for key, code in some.items()}
+
+    def register(self, address: int, nbytes: int, rank: int = 0) -> int:
         """Register memory of a rank that batches point into. Returns 0 or a code. Raises StorageUnavailable."""
-        code: int = self._store.register_buffer(address, nbytes)
+        code: int = self._of(rank).store.register_buffer(address, nbytes)
         return code
 
-    def unregister(self, address: int, rank: int = 0) -> None:  # noqa: ARG002
+    def unregister(self, address: int, rank: int = 0) -> None:
         """Undo `register`."""
-        self._store.unregister_buffer(address)
+        self._of(rank).store.unregister_buffer(address)
 
     def exists(self, keys: Collection[str]) -> dict[str, int]:
         """1, 0 or a code for each key. Leases existing objects: the master does not evict them for its lease time."""
@@ -142,12 +162,11 @@ class PoolClient:
 
         Also 0 for a key that another client is writing, or never finished.
         """
-        replicate = self._alone if alone else self._replicate
-        return _per_key(batch, lambda: self._store.batch_put_from(*_columns(batch), replicate))
+        return self._moved(batch, lambda one, columns: one.store.batch_put_from(*columns, one.how[alone]))
 
     def replace(self, batch: Batch) -> dict[str, int]:
         """Like put, but replaces an existing object. The pool keeps the memory of a running write until it ends."""
-        return _per_key(batch, lambda: self._store.batch_upsert_from(*_columns(batch), self._replicate))
+        return self._moved(batch, lambda one, columns: one.store.batch_upsert_from(*columns, one.how[False]))
 
     def holders(self, keys: Collection[str]) -> dict[str, list[str]]:
         """For each key, the nodes (host:port) that have the whole object, first the one that a get reads from.
@@ -186,7 +205,7 @@ class PoolClient:
 
     def get(self, batch: Batch) -> dict[str, int]:
         """Load objects; each object's length, or a code."""
-        return _per_key(batch, lambda: self._store.batch_get_into(*_columns(batch)))
+        return self._moved(batch, lambda one, columns: one.store.batch_get_into(*columns))
 
     def lengths(self, keys: Collection[str]) -> dict[str, int]:
         """The objects' lengths, or codes. Takes one request per key."""
@@ -196,16 +215,50 @@ class PoolClient:
         """Remove objects, even leased and pinned ones; 0 or a code for each."""
         return _per_key(keys, lambda: self._store.batch_remove(list(keys), True))
 
-    def lend(self, nbytes: int, rank: int = 0) -> int:  # noqa: ARG002
+    def lend(self, nbytes: int, rank: int = 0) -> int:
         """Lend the pool a further segment, for a rank; the client owns it. Returns 0 or a code. Takes seconds."""
         with _translated():
-            code: int = self._store.allocate_and_mount_segment(nbytes, protocol=self._protocol)["ret"]
+            answer = self._of(rank).store.allocate_and_mount_segment(nbytes, protocol=self._sections[0].protocol)
+            code: int = answer["ret"]
         return code
 
     def close(self) -> None:
         """Leave the pool, which loses this node's segment. Holds the interpreter lock for seconds."""
-        store, self._store = self._store, None  # a call on a closed client would crash the process
-        store.close()
+        clients, self._clients, self._store = self._clients, {}, None  # a call on a closed one would crash the process
+        for client in list(clients.values())[::-1]:
+            client.store.close()
+
+
+class _LibraryClient:
+    """The library's client for one list of devices. code: of its set-up. how: to store, not alone and alone."""
+
+    def __init__(self, library: Any, section: MooncakeStorageSection) -> None:
+        self.how = _replicate_config(library, section), _replicate_config(library, section)
+        self.how[True].replica_num = 1
+        self.store: Any = library.MooncakeDistributedStore()
+        with _translated():
+            self.code: int = self.store.setup(
+                section.local_hostname,
+                section.metadata_server,
+                int(section.global_segment_size),
+                int(section.local_buffer_size),
+                section.protocol,
+                section.rdma_devices,
+                section.master_server_addr,
+            )
+
+    def prefer(self, segment: str) -> None:
+        """Place the first copy in this segment if it has room, so that a chain lies with one node and not with all."""
+        for how in self.how:
+            how.preferred_segments = [segment]
+
+    def prefer_own(self) -> frozenset[str]:
+        """Place the first copy in the segment that this client lends, or will lend. Returns its names."""
+        name = self.store.get_hostname()
+        self.prefer(name)
+        # A segment has one port in its name and listens on another, which the library does not report.
+        host = name.rpartition(":")[0]
+        return frozenset(f"{host}:{port}" for port in connections.listening())
 
 
 def key_of(name: str) -> str:
@@ -279,11 +332,6 @@ def _holder(replica: Any, own: frozenset[str]) -> str:
 def part_of(batch: Batch, keys: Iterable[str]) -> Batch:
     """The part of a batch with these keys."""
     return {key: batch[key] for key in keys}
-
-
-def _columns(batch: Batch) -> tuple[list[str], list[int], list[int]]:
-    """Keys, addresses and lengths, as the library takes them."""
-    return list(batch), [buffer.address for buffer in batch.values()], [buffer.nbytes for buffer in batch.values()]
 
 
 def _per_key(keys: Collection[str], call: Callable[[], Sequence[int]]) -> dict[str, int]:

@@ -63,7 +63,6 @@ from transferd.storage.mooncake.client import (
     part_of,
 )
 from transferd.storage.mooncake.copies import Copies
-from transferd.storage.mooncake.devices import connect
 from transferd.storage.mooncake.fullness import Looks, PoolState, failed, not_stored, read_state
 from transferd.storage.mooncake.handshake import ask
 from transferd.storage.mooncake.join import SetUp, join
@@ -116,7 +115,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         model: str = "",
         layout: BlockLayout | None = None,
         clock: Clock = SYSTEM_CLOCK,
-        set_up: SetUp = connect,
+        set_up: SetUp = PoolClient,
         asker: Asker = ask,
     ) -> None:
         if section.lender:  # that process lends it
@@ -146,7 +145,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._layouts = None if layout is None else LayoutRecords(model, layout, self._ask, clock, own)
 
     @classmethod
-    def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = connect) -> Self:
+    def from_config(cls, config: Config, *, clock: Clock = SYSTEM_CLOCK, set_up: SetUp = PoolClient) -> Self:
         storage, layout = config.storage, None
         # No records with FastDeploy's key schema, whose names have no layout, or before engines register theirs.
         if storage.key_schema == "transferd" and config.cache is not None:
