@@ -244,8 +244,7 @@ class ObjectStorage(Storage):
         for position in short:
             self._suspects.avoid(items[position].name)
         for position in odd:
-            if items[position].name not in self._suspects:
-                self._suspects.damaged(items[position].name)
+            self._suspects.doubt(items[position].name)
         self._suspects.came(items[position].name for position in second if outcomes[position] is FOUND)
         return outcomes
 

@@ -49,11 +49,18 @@ class Suspects:
         if name in self._doubts:
             self.avoid(name)
         else:
-            self._add(name)
+            self.doubt(name)
+
+    def doubt(self, name: str) -> _Doubt:
+        """Note that an object was wrong when it came here, unless that is known."""
+        doubt = self._doubts.setdefault(name, _Doubt())
+        if len(self._doubts) > MOST:
+            self._doubts.popitem(last=False)
+        return doubt
 
     def avoid(self, name: str) -> None:
         """Do not read the object for a while: the medium itself has it wrong."""
-        doubt = self._doubts.get(name) or self._add(name)
+        doubt = self.doubt(name)
         doubt.came_whole = False
         doubt.pause_s = min(LONGEST_S, max(FIRST_S, 2 * doubt.pause_s))
         doubt.until = self._now() + doubt.pause_s
@@ -71,7 +78,7 @@ class Suspects:
     def came(self, names: Iterable[str]) -> None:
         """Note that objects that were `doubted` have come, and seem to be whole."""
         for name in names:
-            (self._doubts.get(name) or self._add(name)).came_whole = True
+            self.doubt(name).came_whole = True
             self._came.append((self._now(), name))
 
     def stored(self, names: Iterable[str]) -> None:
@@ -109,9 +116,3 @@ class Suspects:
             f"{FAULTS} objects came here damaged within {WITHIN_S:g} s and were whole when they were read again: this "
             "node's link, network card or proxy spoils what it carries"
         )
-
-    def _add(self, name: str) -> _Doubt:
-        doubt = self._doubts[name] = _Doubt()
-        if len(self._doubts) > MOST:
-            self._doubts.popitem(last=False)
-        return doubt

@@ -30,7 +30,7 @@ Answer = int | str | StorageError
 
 
 Codes = dict[str, int | str]
-Native = Callable[[Callable[[PoolClient], Codes], int, Call], Awaitable[Codes]]
+Native = Callable[[Callable[[PoolClient], Codes], Call], Awaitable[Codes]]
 """Makes a native call: MooncakeStorage's. The function runs in a thread. The Call says whom it waits for."""
 
 
@@ -60,8 +60,8 @@ class Loads:
         return answers
 
     async def _ours_and_one(self, batch: Batch) -> dict[str, Answer]:
-        call = Call()
-        answers = await self._native(lambda client: self._get_ours_and_one(client, call, batch), len(batch), call)
+        call = Call(moves=len(batch))
+        answers = await self._native(lambda client: self._get_ours_and_one(client, call, batch), call)
         self._peers.met(call.peers)
         return self._named(answers, call)
 
@@ -79,8 +79,8 @@ class Loads:
 
     async def _get(self, endpoint: str, batch: Batch) -> dict[str, Answer]:
         await self._peers.verdict(endpoint)  # it may have gone down while the batch waited for its turn
-        call = Call(frozenset({endpoint}))
-        return self._named(await self._native(lambda client: {**client.get(batch)}, len(batch), call), call)
+        call = Call(frozenset({endpoint}), len(batch))
+        return self._named(await self._native(lambda client: {**client.get(batch)}, call), call)
 
     def _named(self, answers: Mapping[str, Answer], call: Call) -> dict[str, Answer]:
         """The answers, with an error that names node and key in place of the code of a failed transfer."""

@@ -15,7 +15,6 @@ import enum
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from transferd.errors import StorageUnavailable
@@ -106,10 +105,8 @@ MOST_BYTES = 32 * 1024**2  # of a merged call: larger ones gain nothing, and a h
 MOST_OBJECTS = 128
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting(Generic[T]):
-    batch: Batch
-    answer: asyncio.Future[dict[str, T]]
+_Waiting = tuple[Batch, asyncio.Future[dict[str, T]]]
+"""What waits for a call, and its answer."""
 
 
 # The library waits for a TCP transfer by polling: every running data call occupies a CPU core. And every call makes
@@ -136,11 +133,10 @@ class Merger(Generic[T]):
 
     async def run(self, batch: Batch) -> dict[str, T]:
         """The answers for this batch. Do not cancel it: the call goes on (see `uncancelled`)."""
-        loop = asyncio.get_running_loop()
-        waiting: _Waiting[T] = _Waiting(batch, loop.create_future())
-        self._queues.setdefault(whose.get(), deque()).append(waiting)
+        answer: asyncio.Future[dict[str, T]] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(whose.get(), deque()).append((batch, answer))
         self._next()
-        return await waiting.answer
+        return await answer
 
     def _next(self) -> None:
         if self._fresh is not None or not self._queues or self._under_way >= self._most:
@@ -154,7 +150,7 @@ class Merger(Generic[T]):
         nbytes = 0
         while self._queues:
             owner, queue = next(iter(self._queues.items()))
-            batch = queue[0].batch
+            batch, _ = queue[0]
             nbytes += sum([buffer.nbytes for buffer in batch.values()])
             too_much = nbytes > MOST_BYTES or len(keys) + len(batch) > MOST_OBJECTS
             if group and (too_much or not keys.isdisjoint(batch)):
@@ -173,15 +169,15 @@ class Merger(Generic[T]):
         timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._free, group)
         try:
             joined: dict[str, Buffer] = {}
-            for waiting in group:
-                joined |= waiting.batch
+            for batch, _ in group:
+                joined |= batch
             answers = await self._call(joined)
         except Exception as error:  # noqa: BLE001 - the callers handle it
-            for waiting in group:
-                waiting.answer.set_exception(error)
+            for _, answer in group:
+                answer.set_exception(error)
         else:
-            for waiting in group:
-                waiting.answer.set_result({key: answers[key] for key in waiting.batch})
+            for batch, answer in group:
+                answer.set_result({key: answers[key] for key in batch})
         finally:
             timer.cancel()
             self._under_way -= 1

@@ -59,9 +59,14 @@ class OffLoop(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A native call that moves bytes. peers: the nodes that it waits for, set by its thread; empty while unknown."""
+    """A native call.
+
+    peers: the nodes that it waits for, set by its thread; empty while unknown. moves: of how many objects it uses the
+    buffers.
+    """
 
     peers: frozenset[str] = frozenset()
+    moves: int = 0
     left: StorageUnavailable | None = None  # why nobody waits for its end any more
     over: asyncio.Event = field(default_factory=asyncio.Event)  # ended, or left
     timers: list[asyncio.TimerHandle] = field(default_factory=list)  # of those who look after it, until it ends

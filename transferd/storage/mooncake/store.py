@@ -309,8 +309,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         return answered(None)
 
     def overwrite(self, name: str) -> None:
-        if (key := key_of(name)) not in self._suspects:
-            self._suspects.damaged(key)
+        self._suspects.doubt(key_of(name))
 
     async def purge_shared(self, selection: Selection, *, dry_run: bool = False) -> Purged:
         check_shared(selection)
@@ -381,7 +380,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
     async def _replace(self, batch: Batch) -> dict[str, int]:
         """Overwrite objects. Returns their codes."""
-        return await self._native(CallKind.STORE, lambda client: client.replace(batch), len(batch))
+        return await self._native(CallKind.STORE, lambda client: client.replace(batch), Call(moves=len(batch)))
 
     async def _put_together(self, batch: Batch, *, alone: bool = False) -> dict[str, int]:
         """One call of the merger's. alone: store one copy, on this node."""
@@ -394,7 +393,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             held.update(client.holders(doubtful) if doubtful else {})
             return answers | {key: error_codes.OK if nodes else error_codes.UNSEEN for key, nodes in held.items()}
 
-        answers = await self._native(CallKind.STORE, put, len(batch))
+        answers = await self._native(CallKind.STORE, put, Call(moves=len(batch)))
         stored = [holders for holders in held.values() if holders]
         self._counts["under_replicated"] += sum(len(holders) < self._section.replica_num for holders in stored)
         self._peers.met({holder for holders in stored for holder in holders} - {""})
@@ -469,12 +468,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     # --- native calls -------------------------------------------------------------------------------
 
     async def _native(
-        self, kind: CallKind, work: Callable[[PoolClient], dict[str, Code]], moves: int = 0, call: Call | None = None
+        self, kind: CallKind, work: Callable[[PoolClient], dict[str, Code]], call: Call | None = None
     ) -> dict[str, Code]:
-        """Make a native call, and wait for its end. Do not cancel it.
-
-        moves: of how many objects it uses the buffers. It returns once the library cannot touch them.
-        call: whom it waits for, if that is known.
+        """Make a native call, and wait for its end, and until the library cannot touch its buffers. Do not cancel it.
 
         Raises StorageUnavailable without calling if the breaker is not closed, and after the call if no key was
         answered. Raises LeftRunning if it hangs because of the master or a node: then the library may still touch the
@@ -482,7 +478,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         """
         self._breaker.check()
         client, call = self._opened(), call or Call()
-        made = asyncio.ensure_future(self._to_its_end(kind, lambda: work(client), moves, call))
+        made = asyncio.ensure_future(self._to_its_end(kind, lambda: work(client), call))
         await call.over.wait()
         if call.left is not None and not made.done():
             raise LeftRunning(call.left, made)
@@ -490,19 +486,16 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._judge(answers.values())
         return answers
 
-    async def _to_its_end(
-        self, kind: CallKind, work: Callable[[], dict[str, Code]], moves: int, call: Call
-    ) -> dict[str, Code]:
+    async def _to_its_end(self, kind: CallKind, work: Callable[[], dict[str, Code]], call: Call) -> dict[str, Code]:
         before = self._clock.monotonic(), self._clock.wall()
-        self._moving += moves
+        self._moving += call.moves
         self._stuck.add(call)
 
         def begun() -> None:
             self._breaker.check()  # it may have opened while the call waited for a thread
             self._stuck.discard(call)
-            overdue = functools.partial(self._overdue, call, moves)
-            call.timers.append(asyncio.get_running_loop().call_later(self._section.timeout, overdue))
-            if moves:
+            call.timers.append(asyncio.get_running_loop().call_later(self._section.timeout, self._overdue, call))
+            if call.moves:
                 self._peers.watch(call)
 
         try:
@@ -511,9 +504,9 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             finally:
                 call.end()
                 self._stuck.discard(call)
-            await self._hold_buffers(moves, answers.values(), before)
+            await self._hold_buffers(call.moves, answers.values(), before)
         finally:
-            self._moving -= moves
+            self._moving -= call.moves
         return answers
 
     def _judge(self, answers: Collection[int | str]) -> None:
@@ -524,10 +517,10 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             if all(code in error_codes.NO_ANSWER for code in answers):
                 raise StorageUnavailable(f"Mooncake does not answer ({error_codes.describe(nobody)})")
 
-    def _overdue(self, call: Call, moves: int) -> None:
+    def _overdue(self, call: Call) -> None:
         """A call has been running for `timeout`. If it moves objects, perhaps because of a node: ask the master."""
         self._stuck.add(call)
-        if not moves:
+        if not call.moves:
             self._breaker.failed(f"a call has been running for more than {self._section.timeout:g} s")
         elif self._breaker.state is not BreakerState.CLOSED:
             self._leave_stuck()
@@ -574,7 +567,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def _ask(self, call: Callable[[PoolClient], dict[str, int]], moves: int = 0) -> dict[str, int]:
         """Make a small call that no task waits for. One that moves objects may wait for a node, so it is no probe."""
         kind = CallKind.STORE if moves else CallKind.PROBE
-        return await uncancelled(self._native(kind, call, moves))
+        return await uncancelled(self._native(kind, call, Call(moves=moves)))
 
     async def _probe(self) -> None:
         """Raises StorageError if the master does not answer."""
