@@ -21,8 +21,7 @@ import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -250,8 +249,7 @@ class SdkTokenStorage(TokenStorage):
 PACKAGE = "attentionstore_sdk"
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """The parts of the package that we use. attention_type: None in builds for devices other than CUDA."""
 
     sdk: type

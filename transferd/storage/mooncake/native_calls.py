@@ -70,15 +70,6 @@ class NativeCalls:
 
         Raises StorageUnavailable if no thread came free in time; then nothing was called.
         """
-        await self._a_thread(kind)
-        try:
-            if begun is not None:
-                begun()
-            return await self._running.begin(self._crew.run(function, f"{kind.name.lower()} call"))
-        finally:
-            self._free[kind].release()
-
-    async def _a_thread(self, kind: CallKind) -> None:
         try:
             async with timeout(self._wait):
                 await self._free[kind].acquire()
@@ -86,6 +77,12 @@ class NativeCalls:
             raise StorageUnavailable(
                 f"mooncake: {kind.threads} {kind.name.lower()} calls are running and none ended within {self._wait:g} s"
             ) from None
+        try:
+            if begun is not None:
+                begun()
+            return await self._running.begin(self._crew.run(function, f"{kind.name.lower()} call"))
+        finally:
+            self._free[kind].release()
 
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. Returns False if one still runs after `within` seconds."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -42,28 +43,23 @@ class PeerConnections:
             max(self.open, key=lambda one: one.unsent).abort()
 
 
+@dataclass(eq=False)
 class PeerConnection:
     """Calls `received` for each message, and `ended` once with the reason. Owns the stream until `close`."""
 
     user = None  # peers have none
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        received: Callable[[PeerConnection, PeerMessage], None],
-        ended: Callable[[PeerConnection, str], None],
-        all_: PeerConnections,
-    ) -> None:
-        self._all = all_
-        self._room_found = asyncio.Event()
-        all_.open.add(self)
-        self._reader = reader
-        self._writer = writer
-        self._received = received
-        self._ended = ended
-        self.closed = False
-        _watch_for_silence(writer)
+    _reader: asyncio.StreamReader
+    _writer: asyncio.StreamWriter
+    _received: Callable[[PeerConnection, PeerMessage], None]
+    _ended: Callable[[PeerConnection, str], None]
+    _all: PeerConnections
+    closed: bool = field(init=False, default=False)
+    _room_found: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._all.open.add(self)
+        _watch_for_silence(self._writer)
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     def send(self, message: PeerMessage) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from transferd.errors import PeerLost, PeerRefused, TransferError
 from transferd.runtime.aio import resolve
@@ -28,18 +29,18 @@ from transferd.storage.peer.messages import (
 from transferd.tasks import ErrorInfo
 
 
+@dataclass(eq=False)
 class _Half:
-    """What both halves have. attempt: the receiver's number for it."""
+    """What both halves have. attempt: the receiver's number for it, once that is known."""
 
-    def __init__(self, transfer: str, rank: int, attempt: int, names: Sequence[str]) -> None:
-        self.transfer = transfer
-        self.rank = rank
-        self.attempt = attempt
-        self.peer: PeerConnection | None = None
-        self.ended = False  # the task is over; writes may still run
-        self._names = list(names)
-        self._error: TransferError | None = None
-        self._news = asyncio.Event()
+    transfer: str
+    rank: int
+    attempt: int
+    _names: list[str]
+    peer: PeerConnection | None = field(init=False, default=None)
+    ended: bool = field(init=False, default=False)  # the task is over; writes may still run
+    _error: TransferError | None = field(init=False, default=None)
+    _news: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     @property
     def share(self) -> tuple[str, int, int]:
@@ -57,25 +58,24 @@ class _Half:
             self.peer.send(message)
 
 
+@dataclass(eq=False)
 class Outbound(_Half):
     """Used by one sending rank and fed by the PeerTransport, all on one loop.
 
     Ends after `end`, once no write runs.
     """
 
-    def __init__(
-        self, transfer: str, rank: int, names: Sequence[str], carrier: Carrier, forget: Callable[[Outbound], None]
-    ) -> None:
-        super().__init__(transfer, rank, 0, names)
-        self._carrier = carrier
-        self._forget = forget
-        self._engine = ""
-        self._slots: dict[str, PostedSlot] = {}  # posted and not yet written to
-        self._fresh: deque[str] = deque()  # posted and not yet returned by `posted`
-        self._unposted = set(names)
-        self._writes = 0  # running
-        self._done = False
-        self._ending: PeerMessage | None = None  # sent to the receiver once no write runs
+    _carrier: Carrier
+    _forget: Callable[[Outbound], None]
+    _engine: str = field(init=False, default="")
+    _slots: dict[str, PostedSlot] = field(init=False, default_factory=dict)  # posted and not yet written to
+    _fresh: deque[str] = field(init=False, default_factory=deque)  # posted and not yet returned by `posted`
+    _writes: int = field(init=False, default=0)  # running
+    _done: bool = field(init=False, default=False)
+    _ending: PeerMessage | None = field(init=False, default=None)  # sent to the receiver once no write runs
+
+    def __post_init__(self) -> None:
+        self._unposted = set(self._names)
 
     @property
     def open(self) -> bool:
@@ -231,31 +231,20 @@ def _address(data: memoryview) -> int:
 HOLD_S = 4.0
 
 
+@dataclass(eq=False)
 class Inbound(_Half):
     """Used by one receiving rank and fed by the PeerTransport, all on one loop.
 
     Ends after `end`, once no memory is posted.
     """
 
-    def __init__(
-        self,
-        transfer: str,
-        rank: int,
-        attempt: int,
-        names: Sequence[str],
-        engine: str,
-        sender: str,
-        join: Callable[[str], Awaitable[PeerConnection]],
-        forget: Callable[[Inbound], None],
-    ) -> None:
-        super().__init__(transfer, rank, attempt, names)
-        self._engine = engine
-        self.sender = sender
-        self._join = join
-        self._forget = forget
-        self._suspect = False  # a write failed, and some of its bytes may still arrive
-        self._held = 0  # groups of buffers held for that reason
-        self._posted: dict[str, asyncio.Future[Outcome]] = {}
+    _engine: str
+    sender: str
+    _join: Callable[[str], Awaitable[PeerConnection]]
+    _forget: Callable[[Inbound], None]
+    _suspect: bool = field(init=False, default=False)  # a write failed, and some of its bytes may still arrive
+    _held: int = field(init=False, default=0)  # groups of buffers held for that reason
+    _posted: dict[str, asyncio.Future[Outcome]] = field(init=False, default_factory=dict)
 
     # --- for the Receiver ---------------------------------------------------------------------------
 

@@ -126,7 +126,7 @@ class PeerTransport:
             if not before.ended:
                 raise TransferError(f"transfer {transfer!r} is already being sent", code="already_sending")
             self._draining.add(before)
-        outbound = self._outbounds[share] = Outbound(transfer, rank, names, self.carrier, self._sent)
+        outbound = self._outbounds[share] = Outbound(transfer, rank, 0, list(names), self.carrier, self._sent)
         if share in self._parked:
             parked = self._parked.pop(share)
             self._meet(outbound, parked.want, parked.connection)
@@ -135,7 +135,7 @@ class PeerTransport:
     def inbound(self, transfer: str, rank: int, names: Sequence[str], peer: str) -> Inbound:
         """Begin to receive: a new attempt, independent of earlier ones. peer: the sender's address."""
         attempt, engine = next(self._attempts), self.carrier.address
-        inbound = Inbound(transfer, rank, attempt, names, engine, peer, self._connected, self._received)
+        inbound = Inbound(transfer, rank, attempt, list(names), engine, peer, self._connected, self._received)
         self._inbounds[inbound.share] = inbound
         return inbound
 
