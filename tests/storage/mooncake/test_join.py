@@ -96,7 +96,7 @@ async def test_a_cancelled_join_leaves_no_client_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await joining
     assert [client.closed for client in made] == [True]
-    calls.close()
+    calls.close(0.0)
 
 
 async def test_without_an_address_the_configuration_is_wrong() -> None:

@@ -31,19 +31,19 @@ def held() -> Iterator[Held]:
 
 
 async def started(calls: NativeCalls, kind: CallKind, held: Held, count: int) -> list[asyncio.Task[str]]:
-    tasks = [asyncio.ensure_future(calls.run(kind, held)) for _ in range(count)]
+    tasks = [asyncio.ensure_future(calls.call(kind, held)) for _ in range(count)]
     await asyncio.sleep(0)
-    assert calls.under_way == count
+    assert len(calls) == count
     return tasks
 
 
 async def test_a_call_returns_what_the_function_returns_and_raises_what_it_raises() -> None:
     calls = NativeCalls(1.0)
-    assert await calls.run(CallKind.LOAD, lambda: 42) == 42
+    assert await calls.call(CallKind.LOAD, lambda: 42) == 42
     with pytest.raises(ZeroDivisionError):
-        await calls.run(CallKind.LOAD, lambda: 1 // 0)
-    assert calls.under_way == 0
-    calls.close()
+        await calls.call(CallKind.LOAD, lambda: 1 // 0)
+    assert len(calls) == 0
+    calls.close(0.0)
 
 
 @pytest.mark.parametrize("full", list(CallKind))
@@ -52,26 +52,26 @@ async def test_a_full_lane_keeps_no_other_waiting(full: CallKind, held: Held) ->
     tasks = await started(calls, full, held, full.threads)
     for kind in CallKind:
         if kind is not full:
-            assert await calls.run(kind, lambda: "at once") == "at once"
+            assert await calls.call(kind, lambda: "at once") == "at once"
     with pytest.raises(StorageUnavailable, match=f"{full.threads} {full.name.lower()} calls are running"):
-        await calls.run(full, lambda: pytest.fail("no thread was free"))
+        await calls.call(full, lambda: pytest.fail("no thread was free"))
     held.release.set()
     assert await asyncio.gather(*tasks) == ["done"] * full.threads
-    assert await calls.run(full, lambda: "again") == "again"
-    calls.close()
+    assert await calls.call(full, lambda: "again") == "again"
+    calls.close(0.0)
 
 
 async def test_a_call_that_waits_takes_the_first_thread_that_comes_free(held: Held) -> None:
     calls = NativeCalls(30.0)
     (task,) = await started(calls, CallKind.PROBE, held, 1)
     began: list[int] = []
-    waiting = asyncio.ensure_future(calls.run(CallKind.PROBE, lambda: "next", lambda: began.append(calls.under_way)))
+    waiting = asyncio.ensure_future(calls.call(CallKind.PROBE, lambda: "next", lambda: began.append(len(calls))))
     await asyncio.sleep(0)
     assert not began, "it has no thread yet"
     held.release.set()
     assert (await task, await waiting) == ("done", "next")
     assert began
-    calls.close()
+    calls.close(0.0)
 
 
 async def test_an_error_of_begun_is_raised_and_the_function_is_not_called() -> None:
@@ -82,9 +82,9 @@ async def test_an_error_of_begun_is_raised_and_the_function_is_not_called() -> N
 
     for _ in range(2 * CallKind.PROBE.threads):  # or a kind would run dry
         with pytest.raises(StorageUnavailable, match="meanwhile"):
-            await calls.run(CallKind.PROBE, lambda: pytest.fail("called all the same"), refuse)
-    assert calls.under_way == 0
-    calls.close()
+            await calls.call(CallKind.PROBE, lambda: pytest.fail("called all the same"), refuse)
+    assert len(calls) == 0
+    calls.close(0.0)
 
 
 async def test_idle_waits_for_calls_within_its_limit(held: Held) -> None:
@@ -96,4 +96,4 @@ async def test_idle_waits_for_calls_within_its_limit(held: Held) -> None:
     held.release.set()
     assert await waiting
     assert await task == "done"
-    calls.close()
+    calls.close(0.0)

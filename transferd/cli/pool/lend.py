@@ -48,5 +48,5 @@ async def _lend(section: MooncakeStorageSection) -> None:
     logs.say(f"lending {size(section.global_segment_size)} to the pool at {section.lender}", level="info")
     await ended.wait()
     notifier.notify("STOPPING=1")
-    await calls.run(CallKind.PROBE, client.close)
-    calls.close()
+    await calls.call(CallKind.PROBE, client.close)
+    calls.close(0.0)

@@ -104,10 +104,10 @@ def reachable(section: MooncakeStorageSection, dialled: Dialled | None) -> Moonc
 async def _set_up(calls: NativeCalls, set_up: Callable[[], PoolClient]) -> PoolClient:
     made: list[PoolClient] = []
     try:
-        await uncancelled(calls.run(CallKind.PROBE, lambda: made.append(set_up())))
+        await uncancelled(calls.call(CallKind.PROBE, lambda: made.append(set_up())))
     except asyncio.CancelledError:
         for client in made:
-            await uncancelled(calls.run(CallKind.PROBE, client.close))
+            await uncancelled(calls.call(CallKind.PROBE, client.close))
         raise
     return made[0]
 

@@ -49,23 +49,22 @@ class CallKind(enum.Enum):
         return self.value[1]
 
 
-class NativeCalls:
-    """Runs blocking functions in its own threads. Owns them from `open` to `close`.
+class NativeCalls(Crew):
+    """A crew that makes so many calls of each kind at a time. Owns its threads from `open` to `close`.
 
     wait: the most seconds that a call waits for a thread of its kind.
     """
 
     def __init__(self, wait: float) -> None:
+        super().__init__("transferd-mooncake", sum(kind.threads for kind in CallKind))
         self._wait = wait
         self._free = {kind: asyncio.Semaphore(kind.threads) for kind in CallKind}
-        self._running = Background()
-        self._crew = Crew("transferd-mooncake", sum(kind.threads for kind in CallKind))
+        self._calls = Background()
 
-    @property
-    def under_way(self) -> int:
-        return len(self._running)
+    def __len__(self) -> int:
+        return len(self._calls)
 
-    async def run(self, kind: CallKind, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
+    async def call(self, kind: CallKind, function: Callable[[], T], begun: Callable[[], None] | None = None) -> T:
         """Run `function` in a thread and return its result. Calls `begun` when a thread takes it.
 
         Raises StorageUnavailable if no thread came free in time; then nothing was called.
@@ -80,21 +79,13 @@ class NativeCalls:
         try:
             if begun is not None:
                 begun()
-            return await self._running.begin(self._crew.run(function, f"{kind.name.lower()} call"))
+            return await self._calls.begin(self.run(function, f"{kind.name.lower()} call"))
         finally:
             self._free[kind].release()
 
     async def idle(self, within: float) -> bool:
         """Wait until no call runs. Returns False if one still runs after `within` seconds."""
-        return await self._running.settled(within)
-
-    def open(self) -> None:
-        """Start the threads. Raises NoThreads."""
-        self._crew.open()
-
-    def close(self) -> list[str]:
-        """Take no more calls. Returns those that still run."""
-        return self._crew.close(0.0)
+        return await self._calls.settled(within)
 
 
 PATIENCE_S = 0.1  # longer than a call that moves its bytes

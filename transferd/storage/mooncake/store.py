@@ -132,7 +132,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         self._lending = Background(awaited=False)
         self._counts: Counter[str] = Counter()
         self._suspects = Suspects(clock.monotonic)
-        self._peers = Peers(clock, lambda work: self._calls.run(CallKind.LOOK, work), asker)
+        self._peers = Peers(clock, lambda work: self._calls.call(CallKind.LOOK, work), asker)
         self._puts = Merger(self._put_together, self._counts)
         native = functools.partial(self._native, CallKind.LOAD)
         self._loads = Loads(native, self._peers, self._counts)
@@ -166,7 +166,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         try:
             self._client = await join(self._section, self._calls, self._clock, self._set_up)
         except BaseException:
-            self._calls.close()
+            self._calls.close(0.0)
             raise
         if self._layouts is not None:
             self._register(self._layouts.address, self._layouts.nbytes)
@@ -221,11 +221,11 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
             if await self._calls.idle(CLOSE_TIMEOUT_S):
                 if self._layouts is not None:
                     client.unregister(self._layouts.address)
-                await uncancelled(self._calls.run(CallKind.PROBE, client.close))
+                await uncancelled(self._calls.call(CallKind.PROBE, client.close))
             else:
                 # Closing during a call crashes the process, and so does finalizing the interpreter: do neither.
-                raise StillRunning(f"Mooncake calls are still running: {', '.join(self._calls.close())}")
-            self._calls.close()
+                raise StillRunning(f"Mooncake calls are still running: {', '.join(self._calls.close(0.0))}")
+            self._calls.close(0.0)
 
     async def make_copies(self, *, leaves: bool) -> CopiesMade:
         return await (self._copies.drain() if leaves else self._copies.mend())
@@ -335,7 +335,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
                 "peers_down": dict(self._peers.down),
                 "peers_went_down": self._peers.opened,
                 "connections_cut": self._peers.cut,
-                "calls_under_way": self._calls.under_way,
+                "calls_under_way": len(self._calls),
             }
             | self._suspects.statistics()
             | self._breaker.statistics()
@@ -500,7 +500,7 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
 
         try:
             try:
-                answers = await self._calls.run(kind, work, begun)
+                answers = await self._calls.call(kind, work, begun)
             finally:
                 call.end()
                 self._stuck.discard(call)
@@ -525,24 +525,22 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
         elif self._breaker.state is not BreakerState.CLOSED:
             self._leave_stuck()
         elif self._doubt is None or self._doubt.done():
-            self._doubt = asyncio.get_running_loop().create_task(self._doubted())
+            self._doubt = asyncio.get_running_loop().create_task(self._beat())
 
     def _leave_stuck(self) -> None:
         """The master does not answer: answer those that wait for a thread, or for a call that is overdue."""
         for call in list(self._stuck):
             call.leave(self._breaker.refusal())
 
-    async def _doubted(self) -> None:
-        with contextlib.suppress(StorageError):  # it has opened the breaker
-            await self._beat()
-
     async def _beat(self) -> None:
-        await self._ask(lambda client: client.exists([PROBE_KEY]))
+        """Ask the master, which opens the breaker if it does not answer."""
+        with contextlib.suppress(StorageError):
+            await self._ask(lambda client: client.exists([PROBE_KEY]))
 
     async def _copying_call(self, work: Callable[[PoolClient], T]) -> T:
         self._breaker.check()
         client = self._opened()
-        return await uncancelled(self._calls.run(CallKind.COPY, lambda: work(client)))
+        return await uncancelled(self._calls.call(CallKind.COPY, lambda: work(client)))
 
     async def _hold_buffers(self, moves: int, answers: Iterable[int | str], before: tuple[float, float]) -> None:
         """Return once no transfer of this call can touch its buffers any more (see the module).
@@ -572,6 +570,6 @@ class MooncakeStorage(SlotStorage, PoolNode, Index):
     async def _probe(self) -> None:
         """Raises StorageError if the master does not answer."""
         client = self._opened()
-        found = await self._calls.run(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
+        found = await self._calls.call(CallKind.PROBE, lambda: client.exists([PROBE_KEY]))
         if (code := found[PROBE_KEY]) not in (0, 1):
             raise StorageUnavailable(error_codes.describe(code))

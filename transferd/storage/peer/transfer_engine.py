@@ -76,7 +76,7 @@ class TransferEngineCarrier:
     async def write(self, peer: str, writes: Sequence[PeerWrite]) -> None:
         engine = self._opened()
         sources, targets, lengths = ([move[i] for move in writes] for i in range(3))
-        code = await self._calls.run(
+        code = await self._calls.call(
             CallKind.STORE, lambda: engine.batch_transfer_sync_write(peer, sources, targets, lengths)
         )
         if code != 0:
@@ -86,8 +86,8 @@ class TransferEngineCarrier:
         engine, self._engine = self._engine, None
         if engine is not None:
             if not await self._calls.idle(CLOSE_TIMEOUT_S):
-                log.warning("closing the TransferEngine while calls still run", calls=self._calls.under_way)
-            self._calls.close()
+                log.warning("closing the TransferEngine while calls still run", calls=len(self._calls))
+            self._calls.close(0.0)
 
     def _opened(self) -> Any:
         if self._engine is None:

@@ -150,11 +150,11 @@ class PeerTransport:
         self._tidy(inbound.sender)
 
     def _tidy(self, peer: str) -> None:
-        """Drop a failed connection to a sender, and close one that no transfer uses."""
+        """Drop a connection to a sender that failed or has ended, and close one that no transfer uses."""
         sender = self._senders.get(peer)
         if sender is None or not sender.done():
             return
-        if not _is_there(sender):
+        if not _is_there(sender) or sender.result().closed:
             del self._senders[peer]
         elif not any(inbound.sender == peer for inbound in self._inbounds.values()):
             del self._senders[peer]
@@ -268,9 +268,8 @@ class PeerTransport:
                 other.cancel(error)
 
     def _sender_gone(self, connection: PeerConnection, why: str) -> None:
-        for peer, sender in list(self._senders.items()):
-            if _is_there(sender) and sender.result() is connection:
-                del self._senders[peer]
+        for peer in list(self._senders):
+            self._tidy(peer)
         for inbound in list(self._inbounds.values()):
             if inbound.peer is connection:
                 inbound.lost(why)
