@@ -16,6 +16,7 @@ from tests.support.simulation.device import SimDevice
 from tests.support.simulation.network import SimNetwork
 from transferd.blocks.keys import path_keys
 from transferd.config import from_tree
+from transferd.config.environment import fold
 from transferd.daemon.daemon import Daemon
 from transferd.errors import StillRunning
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -189,6 +190,7 @@ async def token_world(
     """The storage and the ranks of an open daemon. Raises StillRunning if a step of its stop hangs."""
     sections = tree(path, **(kind.section | section))
     sections["cache"] |= cache
+    fold(sections, {})
     config = from_tree(sections)
     with sdk(kind, double) as service:
         daemon = Daemon(config, transport=SimNetwork().server())

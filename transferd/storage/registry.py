@@ -44,11 +44,10 @@ def create_storages(
 
         return SdkTokenStorage(storage, config.geometry, clock=clock), None
     from transferd.storage.attention_store.open_index import OpenTokenStorage
-    from transferd.storage.attention_store.settings import settings
 
     if keyed is None:
         keyed = _create("storage.attention_store.data", section.data, config, clock)
-    return OpenTokenStorage(settings(storage).pod_name or "", config.geometry.block_size, keyed), keyed
+    return OpenTokenStorage(section.pod_name or "", config.geometry.block_size, keyed), keyed
 
 
 def create_storage(config: Config, clock: Clock = SYSTEM_CLOCK) -> Storage | None:

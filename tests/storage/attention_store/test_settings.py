@@ -12,7 +12,6 @@ from transferd.config import from_tree
 from transferd.config.environment import fold
 from transferd.config.sections import AttentionStoreSection
 from transferd.errors import ConfigError
-from transferd.storage.attention_store.settings import settings
 
 
 def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Path) -> None:
@@ -29,7 +28,7 @@ def test_keys_count_before_variables_and_variables_before_defaults(tmp_path: Pat
     def effective(env: dict[str, str], **section: Any) -> AttentionStoreSection:
         whole = tree(tmp_path, **section)
         fold(whole, env)
-        return settings(from_tree(whole).storage)
+        return from_tree(whole).storage.attention_store
 
     nothing = effective({})
     assert (nothing.namespace, nothing.pod_name, nothing.model_version) == ("demo", "default_pod_mixed_0", "v0")

@@ -58,21 +58,18 @@ class OpenTokenStorage(TokenStorage):
         return min(await every(port.match(generation, keys) for port in self._ports.values()))
 
     async def read(self, transfer: Transfer) -> RankOutcome:
-        if self._keyed is None:
-            return transfer.ended(0, None, 0.0)
-        return await transfer.by_keys(self._keys(transfer))
+        return await self._moved(transfer, None)
 
     async def write(self, transfer: Transfer) -> RankOutcome:
-        if self._keyed is None:
-            nowhere = StorageUnavailable(
-                'cannot store blocks: storage.attention_store.data is "none", which keeps only the index'
-            )
-            return transfer.ended(0, nowhere, 0.0)
-        return await transfer.by_keys(self._keys(transfer))
+        what = 'cannot store blocks: storage.attention_store.data is "none", which keeps only the index'
+        return await self._moved(transfer, StorageUnavailable(what))
 
-    def _keys(self, transfer: Transfer) -> list[str]:
+    async def _moved(self, transfer: Transfer, nowhere: StorageUnavailable | None) -> RankOutcome:
+        """nowhere: the error if there is no storage behind the index."""
+        if self._keyed is None:
+            return transfer.ended(0, nowhere, 0.0)
         keys = path_keys(transfer.path, self.block_size, transfer.salt)
-        return keys[transfer.start : transfer.start + len(transfer.blocks)]
+        return await transfer.by_keys(keys[transfer.start : transfer.start + len(transfer.blocks)])
 
     async def flush_token_index(self, path: TokenIds, start: int, *, resident: bool, salt: str = "") -> None:
         hashes = [block_hash(key) for key in path_keys(path, self.block_size, salt)[start:]]

@@ -42,7 +42,6 @@ from transferd.runtime.aio import Background, every
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
 from transferd.runtime.threads import CLOSE_S, Crew, Work
 from transferd.storage.attention_store.own_blocks import OwnBlocks, Tensors, tensors_of
-from transferd.storage.attention_store.settings import settings
 from transferd.storage.tokens import RankPort, TokenStorage, Transfer
 from transferd.tasks import RankOutcome, TokenIds
 
@@ -63,7 +62,7 @@ class SdkTokenStorage(TokenStorage):
 
     def __init__(self, storage: StorageSection, cache: CacheSection, *, clock: Clock = SYSTEM_CLOCK) -> None:
         """Raises ConfigError without an SDK, or for a layout that the SDK cannot store."""
-        self._settings = settings(storage)
+        self._settings = storage.attention_store
         self._cache = cache
         self.block_size = cache.block_size
         self._generation = configured_generation(storage)
@@ -191,8 +190,10 @@ class SdkTokenStorage(TokenStorage):
             blocks = list(transfer.blocks[moved : moved + self._settings.slice_blocks])
             first = transfer.start + moved
             try:
-                move = functools.partial(self._slice, rank, transfer, first, blocks, end, write=write)
-                count = await self._call(transfer, executor, move)
+                slice_ = functools.partial(self._slice, rank, transfer, first, blocks, end, write=write)
+                moving = executor.run(slice_, "transfer")
+                withdrawn = not await transfer.race(moving) and moving.cancel()  # the task was stopped before it began
+                count = 0 if withdrawn else await moving
                 if not 0 <= count <= len(blocks):
                     raise StorageError(f"AttentionStore reports {count} blocks for a slice of {len(blocks)}")
             except (StorageError, TierError) as problem:
@@ -205,13 +206,6 @@ class SdkTokenStorage(TokenStorage):
                     error = StorageError(f"AttentionStore stored only {moved} of {len(transfer.blocks)} blocks")
                 break
         return transfer.ended(moved, error, self._clock.monotonic() - began)
-
-    async def _call(self, transfer: Transfer, executor: SerialExecutor, call: Callable[[], int]) -> int:
-        """The call's result, or 0 if the task was stopped before the call began."""
-        answer = executor.run(call, "transfer")
-        if not await transfer.race(answer) and answer.cancel():
-            return 0
-        return await answer
 
     def _slice(
         self, rank: SdkSession, transfer: Transfer, first: int, blocks: list[int], end: float, *, write: bool
