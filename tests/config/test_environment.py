@@ -104,7 +104,7 @@ def test_attention_stores_variables_fill_the_section_and_name_the_pod() -> None:
         "pod_name": "pod-3_mixed_0",
         "namespace": "llama-7b",
     }
-    alone: dict[str, Any] = {"storage": {"backend": "attention_store"}}
+    alone: dict[str, Any] = {"storage": {"backend": "attention_store", "attention_store": {"pod_name": ""}}}
     section = folded(alone, AS_POD_NAME="pod", ENABLE_EP_DP_IN_FD="0", AS_NAMESPACE="n")["storage"]["attention_store"]
     assert section == {"pod_name": "pod", "namespace": "n"}
 

@@ -59,6 +59,9 @@ def fold(tree: dict[str, Any], env: Mapping[str, str]) -> None:
         return
     used = [storage.get("backend")]
     if used[0] == "attention_store" and isinstance(tokens := storage.setdefault("attention_store", {}), dict):
+        for name in ("namespace", "pod_name"):  # "" is the default, which is found here
+            if tokens.get(name) == "":
+                del tokens[name]
         used.append(tokens.get("data"))
         _fill(tree, "storage.attention_store", _attention_store(env, storage, tokens))
     if "mooncake" in used:
