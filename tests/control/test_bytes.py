@@ -96,8 +96,8 @@ def test_the_bytes_counted_for_a_task_are_what_it_holds(make: Callable[[int], Ta
     # The least of two: what other threads of the test run allocate meanwhile only adds.
     held = min(traced(functools.partial(queue, each)) for each in measured)
     dispatcher = measured[0]
-    counted = dispatcher.statistics().argument_bytes
-    assert dispatcher.statistics().queued == count
+    counted = dispatcher.hazards.nbytes
+    assert dispatcher.lanes.queued == count
     least = 0.75 if sharing > 1 else 0.4  # the table holds blocks of one task's own more compactly
     assert least * counted <= held <= 1.1 * counted, (held, counted)
 
@@ -169,9 +169,9 @@ def test_a_cancelled_tasks_bytes_count_while_others_are_ordered_behind_it() -> N
         else:
             desk.hear(desk.dispatcher.cancel(desk.now, f"w{i}"))
     assert busy >= 30
-    assert desk.dispatcher.statistics().queued == 0
+    assert desk.dispatcher.lanes.queued == 0
     desk.finish("long")
-    assert desk.dispatcher.statistics().argument_bytes == 0
+    assert desk.dispatcher.hazards.nbytes == 0
 
 
 @pytest.mark.parametrize("ending", ["done", "cancelled while queued", "expired", "left behind by a rank"])
@@ -211,9 +211,9 @@ def test_results_kept_are_bounded_in_bytes() -> None:
     for i in range(20):
         desk.submit(write(f"w{i}", 1))
         desk.finish(f"w{i}")
-    statistics = desk.dispatcher.statistics()
-    one = statistics.result_bytes // statistics.results_kept
-    assert statistics.results_kept == 10_000 // one
+    results = desk.dispatcher.results
+    one = results.nbytes // len(results)
+    assert len(results) == 10_000 // one
     again = desk.submit(write("w19", 1))
     assert desk.answers[again].status is Status.OK, "the latest are kept"
     assert desk.started.count("w19") == 1
@@ -237,7 +237,7 @@ def test_a_result_larger_than_the_bound_is_answered_and_not_kept() -> None:
     seq = desk.submit(write("w", 1))
     desk.finish("w")
     assert desk.answers[seq].status is Status.OK
-    assert (desk.dispatcher.statistics().results_kept, desk.dispatcher.statistics().result_bytes) == (0, 0)
+    assert (len(desk.dispatcher.results), desk.dispatcher.results.nbytes) == (0, 0)
 
 
 def test_memory_after_many_large_tasks_is_that_after_few() -> None:
@@ -255,7 +255,7 @@ def test_memory_after_many_large_tasks_is_that_after_few() -> None:
                 marks.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert dispatcher.statistics().results_kept < few, "the bound in bytes was reached"
+    assert len(dispatcher.results) < few, "the bound in bytes was reached"
     assert marks[1] - marks[0] < 300 * (many - few), "less a task than three of its 500 keys"
 
 

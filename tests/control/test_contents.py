@@ -51,7 +51,7 @@ def test_no_task_names_device_memory_that_nobody_has_mapped(task: Task) -> None:
     assert result.error is not None
     assert "rank 0" in result.error.message
     assert desk.started == []
-    assert desk.dispatcher.statistics().rejects == {"not_attached": 1}
+    assert desk.dispatcher.rejects == {"not_attached": 1}
 
 
 def test_a_task_is_refused_while_no_client_has_mapped_a_rank() -> None:

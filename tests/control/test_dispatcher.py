@@ -182,7 +182,7 @@ def test_an_impossible_task_is_rejected_with_a_code_and_touches_nothing(task: Ta
     assert code is None or result.error.code == code
     assert desk.started == []
     assert desk.dispatcher.empty
-    assert desk.dispatcher.statistics().rejects == {result.error.code: 1}
+    assert desk.dispatcher.rejects == {result.error.code: 1}
 
 
 def test_a_read_may_name_more_blocks_than_keys() -> None:
@@ -270,7 +270,7 @@ def test_results_kept_are_bounded_in_number(desk: Desk) -> None:
     for i in range(10):
         desk.submit(write(f"w{i}", 1))
         desk.finish(f"w{i}")
-    assert desk.dispatcher.statistics().results_kept == 4
+    assert len(desk.dispatcher.results) == 4
 
 
 def test_a_queued_task_expires_at_its_deadline_without_having_touched_anything(desk: Desk) -> None:
@@ -413,7 +413,7 @@ def test_a_pause_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
     assert desk.started == [], "somebody else has gone"
     desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.started == ["w"]
-    assert desk.dispatcher.statistics().held == []
+    assert desk.dispatcher.gate.held == []
 
 
 def test_a_drain_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
@@ -433,7 +433,7 @@ def test_several_pauses_end_one_by_one(desk: Desk) -> None:
     desk.hear(desk.dispatcher.resume(desk.now, "a"))
     desk.hear(desk.dispatcher.client_gone(desk.now, b"b1"))
     assert desk.started == [], "c still holds"
-    assert [hold.holder for hold in desk.dispatcher.statistics().held] == ["c"]
+    assert [hold.holder for hold in desk.dispatcher.gate.held] == ["c"]
     desk.hear(desk.dispatcher.resume(desk.now, "c"))
     assert desk.started == ["w"]
 
@@ -455,7 +455,7 @@ def test_a_holder_that_comes_back_by_another_connection_does_not_lose_its_pause_
     desk.submit(write("w", 1), client=b"d1")
     desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.started == []
-    [hold] = desk.dispatcher.statistics().held
+    [hold] = desk.dispatcher.gate.held
     assert hold.since == 0.0, "it has been paused since the first"
     desk.hear(desk.dispatcher.resume(desk.now, "a"))
     assert desk.started == ["w"]
@@ -474,7 +474,7 @@ def test_a_shutdown_does_not_end_with_a_client(desk: Desk) -> None:
     desk.hear(desk.dispatcher.drain(desk.now, b"a1", "a"))
     desk.hear(desk.dispatcher.shut_down(desk.now))
     desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
-    assert desk.dispatcher.statistics().draining
+    assert desk.dispatcher.gate.draining
     assert desk.answers[desk.submit(write("late", 7), client=b"b1")].status is Status.REJECTED
 
 
@@ -549,14 +549,14 @@ def test_without_memory_tasks_are_rejected_and_what_was_admitted_is_finished(des
     desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
     refused = desk.answers[desk.submit(write("late", 7))]
     assert (refused.status, refused.error) == (Status.REJECTED, CLEARED)
-    assert not desk.dispatcher.admitting
+    assert desk.dispatcher.gate.refusal is not None
     joined = desk.submit(write("running", 1))
     desk.finish("running")
     desk.finish("queued")
     assert {desk.answers[seq].status for seq in (running, queued, joined)} == {Status.OK}, "joining goes on"
     assert desk.dispatcher.empty
     desk.hear(desk.dispatcher.resume(desk.now))
-    assert not desk.dispatcher.admitting, "a resume brings no memory back"
+    assert desk.dispatcher.gate.refusal is not None, "a resume brings no memory back"
     desk.hear(desk.dispatcher.cache_ready(desk.now))
     desk.submit(write("late", 7))
     assert desk.started[-1] == "late"
@@ -613,7 +613,7 @@ def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
     desk.hear(desk.dispatcher.rank_failed(desk.now, 1, "context lost"))
     desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
     desk.hear(desk.dispatcher.cache_ready(desk.now))
-    assert not desk.dispatcher.alive
+    assert not desk.dispatcher.gate.alive
     error = desk.answers[desk.submit(write("late", 7))].error
     assert error is not None
     assert error.code == "rank_died"
@@ -653,7 +653,7 @@ def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:
     assert (early.status, early.error and early.error.code) == (Status.BUSY, "starting")
     assert early.retry_after is not None
     desk.hear(desk.dispatcher.resume(desk.now))
-    assert not desk.dispatcher.admitting, "a resume brings no memory"
+    assert desk.dispatcher.gate.refusal is not None, "a resume brings no memory"
     desk.hear(desk.dispatcher.cache_ready(desk.now))
     desk.hear(desk.dispatcher.mappings_changed(desk.now, (), {}))
     desk.submit(write("w", 1))

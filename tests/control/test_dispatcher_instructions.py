@@ -11,8 +11,8 @@ import pytest
 from tests.control.test_dispatcher import CLEARED, CLIENT, LIMITS, Desk, read, swap_in, swap_out, write
 from tests.support.dispatch import limits, state_of
 from transferd.control import instructions as do
-from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher, DispatchStatistics
-from transferd.control.gate import Hold
+from transferd.control.dispatcher import AT_ONCE, MAX_WAITERS, Dispatcher
+from transferd.control.gate import DRAINING, Hold
 from transferd.control.order import State
 from transferd.errors import InvariantError
 from transferd.tasks import ErrorInfo, Lane, RankResult, ReadStorageTask, Status, Stop, Task, TaskResult
@@ -418,25 +418,17 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
     speaker.submit(write("running", 3))
     speaker.submit(write("queued", 4, 5))
     speaker.dispatcher.pause(7.0, b"a1", "a")
-    statistics = speaker.dispatcher.statistics()
-    assert statistics == DispatchStatistics(
-        queued=1,
-        running=1,
-        straggling=1,
-        argument_bytes=statistics.argument_bytes,
-        results_kept=2,
-        result_bytes=statistics.result_bytes,
-        tasks={"rejected": 1, "cancelled": 1, "ok": 1},
-        rejects={"id_out_of_range": 1},
-        waiting=dict.fromkeys(Lane, 0) | {Lane.WRITE: 1},
-        paused=True,
-        draining=False,
-        held=[Hold("pause", "a", b"a1", 7.0)],
-    )
-    assert statistics.argument_bytes > 3 * 1600
-    assert statistics.result_bytes > 2 * 550
-    with pytest.raises(AttributeError):
-        statistics.queued = 0  # type: ignore[misc]
+    dispatcher = speaker.dispatcher
+    assert (dispatcher.lanes.queued, dispatcher.lanes.running) == (1, 1)
+    assert list(dispatcher.stragglers) == ["left"]
+    assert dispatcher.statuses == {"rejected": 1, "cancelled": 1, "ok": 1}
+    assert dispatcher.rejects == {"id_out_of_range": 1}
+    assert (dispatcher.gate.paused, dispatcher.gate.draining) == (True, False)
+    assert dispatcher.lanes.waiting == dict.fromkeys(Lane, 0) | {Lane.WRITE: 1}
+    assert dispatcher.gate.held == [Hold("pause", "a", b"a1", 7.0)]
+    assert dispatcher.hazards.nbytes > 3 * 1600
+    assert len(dispatcher.results) == 2
+    assert dispatcher.results.nbytes > 2 * 550
 
 
 def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothing_waits_either() -> None:
@@ -456,11 +448,11 @@ def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothi
 
 def test_a_dispatcher_says_whether_it_admits_and_whether_it_lives() -> None:
     dispatcher = Speaker().dispatcher
-    assert (dispatcher.admitting, dispatcher.alive, dispatcher.next_alarm) == (True, True, math.inf)
+    assert (dispatcher.gate.refusal, dispatcher.gate.alive, dispatcher.next_alarm) == (None, True, math.inf)
     dispatcher.drain(0.0)
-    assert (dispatcher.admitting, dispatcher.alive) == (False, True)
+    assert (dispatcher.gate.refusal, dispatcher.gate.alive) == ((Status.REJECTED, DRAINING), True)
     dispatcher.shut_down(0.0)
-    assert (dispatcher.admitting, dispatcher.alive) == (False, False)
+    assert (dispatcher.gate.refusal, dispatcher.gate.alive) == ((Status.REJECTED, DRAINING), False)
 
 
 def test_a_generation_counts_for_what_is_refused_from_then_on() -> None:

@@ -333,7 +333,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(end=st.booleans())
     def memory_goes(self, end: bool) -> None:
         self.hear(self.dispatcher.withdraw_cache(self.now, ErrorInfo("cleared", "no memory"), end))
-        assert not self.dispatcher.admitting
+        assert self.dispatcher.gate.refusal is not None
 
     @rule(unmapped=st.sets(st.integers(0, RANKS - 1)), outdated=st.sets(clients))
     def mappings_change(self, unmapped: set[int], outdated: set[bytes]) -> None:
@@ -368,17 +368,16 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def pauses_and_drains_are_the_clients_that_hold_them(self) -> None:
-        statistics = self.dispatcher.statistics()
-        assert statistics.paused == any(what == "pause" for _, what in self.holds)
-        assert statistics.draining == any(what == "drain" for _, what in self.holds)
-        assert len(statistics.held) == len(self.holds)
+        gate = self.dispatcher.gate
+        assert gate.paused == any(what == "pause" for _, what in self.holds)
+        assert gate.draining == any(what == "drain" for _, what in self.holds)
+        assert len(gate.held) == len(self.holds)
 
     @invariant()
     def memory_is_accounted_for(self) -> None:
-        statistics = self.dispatcher.statistics()
-        assert statistics.argument_bytes == self.held_bytes
+        assert self.dispatcher.hazards.nbytes == self.held_bytes
         assert list(self.dispatcher.results._kept) == [task_id for task_id, _, _ in self.kept]
-        assert statistics.result_bytes == sum(nbytes for _, nbytes, _ in self.kept)
+        assert self.dispatcher.results.nbytes == sum(nbytes for _, nbytes, _ in self.kept)
 
     @invariant()
     def nobody_waits_past_deadline_and_slack(self) -> None:

@@ -94,7 +94,7 @@ async def test_an_end_answers_every_task_and_frees_all_memory_once_no_rank_works
             await one.attach(rank)
         await own.coordinator.pause()
         held = asyncio.ensure_future(one.submit(write("w", ["k"], [0])))
-        await until(lambda: own.dispatcher.statistics().queued == 1)
+        await until(lambda: own.dispatcher.lanes.queued == 1)
         await own.end(ErrorInfo("engine_gone", "it leaves"))
         result = await held
         assert result.error is not None

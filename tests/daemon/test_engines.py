@@ -352,7 +352,7 @@ async def test_an_engine_that_unregisters_leaves_nothing_and_its_name_is_free(da
         await a.pause()
         queued = await a.push(write("w", ["k"], [0]))
         await a.unregister()
-        assert engine.dispatcher.statistics().result_bytes == 0, "what has left takes no memory until it is collected"
+        assert engine.dispatcher.results.nbytes == 0, "what has left takes no memory until it is collected"
         assert (await queued).status is Status.FAILED
         assert code(await queued) == "engine_gone"
         assert "a" not in (await b.stats())["engines"]

@@ -242,7 +242,7 @@ async def test_readiness_follows_the_daemon_and_says_why_not(daemon: Daemon) -> 
     port = port_of(daemon.reports)
     status, body = await get(port, "/readyz")
     assert (status, body) == (503, b"the daemon is starting\n")
-    assert daemon.default.dispatcher.statistics().draining is False, "it starts, and nobody asked it to drain"
+    assert daemon.default.dispatcher.gate.draining is False, "it starts, and nobody asked it to drain"
     await daemon.default.cache.open()
     assert await get(port, "/readyz") == (200, b"ready\n")
     assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]

@@ -259,8 +259,8 @@ MUTANTS = (
     Mutant(
         "a resume starts nothing",
         "control/dispatcher.py",
-        "        self._gate.resume(holder, proof)\n        self._start_ready()",
-        "        self._gate.resume(holder, proof)",
+        "        self.gate.resume(holder, proof)\n        self._start_ready()",
+        "        self.gate.resume(holder, proof)",
     ),
     Mutant(
         "a pause outlives its client",

@@ -170,10 +170,10 @@ def test_a_hold_and_its_end_that_come_together_take_effect_in_their_order(hold: 
         raw.send(wire.encode_request(2, hold("operator")))
         raw.send(wire.encode_request(3, wire.Resume("operator")))
         await asyncio.sleep(0.1)
-        assert world.daemon.default.dispatcher.statistics().held == []
+        assert world.daemon.default.dispatcher.gate.held == []
         raw.send(wire.encode_request(4, hold("operator")))
         await asyncio.sleep(0.1)
-        assert [held.holder for held in world.daemon.default.dispatcher.statistics().held] == ["operator"]
+        assert [held.holder for held in world.daemon.default.dispatcher.gate.held] == ["operator"]
         raw.send(wire.encode_request(5, wire.Bye()))
         await asyncio.sleep(0.1)
         raw.close()

@@ -67,7 +67,7 @@ def state_of(dispatcher: Dispatcher, task_id: str) -> State | None:
     record = dispatcher.records.get(task_id)
     if record is not None:
         return record.state
-    return State.DONE if task_id in dispatcher.results or task_id in dispatcher._stragglers else None
+    return State.DONE if task_id in dispatcher.results or task_id in dispatcher.stragglers else None
 
 
 def check_dispatcher(dispatcher: Dispatcher) -> None:
@@ -88,10 +88,10 @@ def check_dispatcher(dispatcher: Dispatcher) -> None:
     assert dispatcher.results.nbytes <= limits.server.max_result_bytes
     held = [argument_bytes(record.task) for record in records if record.task is not None]
     assert len(held) == len(records), "what is admitted has its arguments"
-    assert all(record.task is None for record in dispatcher._stragglers.values()), "what is answered lets them go"
+    assert all(record.task is None for record in dispatcher.stragglers.values()), "what is answered lets them go"
     assert sum(held) <= dispatcher.hazards.nbytes, "claims that have not left count, too"
     assert dispatcher.hazards.nbytes <= limits.server.max_queued_bytes or len(dispatcher.hazards) == 1
-    assert dispatcher.empty is (not records and not dispatcher._stragglers)
+    assert dispatcher.empty is (not records and not dispatcher.stragglers)
     assert not dispatcher.empty or dispatcher.hazards.idle
     _check_blocks(dispatcher)
 
@@ -108,7 +108,7 @@ def _check_blocks(dispatcher: Dispatcher) -> None:
     working = [record for record in dispatcher.records.values() if record.state in AT_WORK]
     users: dict[tuple[str, int], str] = {}
     for writes in (True, False):
-        for record in (*working, *dispatcher._stragglers.values()):
+        for record in (*working, *dispatcher.stragglers.values()):
             assert record.claim is not None
             task_id, footprint = record.task_id, record.claim.footprint
             assert record.task is None or footprint == footprint_of(record.task, dispatcher.limits)

@@ -35,7 +35,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -45,7 +45,7 @@ from transferd.control.admission import KeptResult, Limits, ResultCache
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.contents import Contents
 from transferd.control.engine_bounds import Total
-from transferd.control.gate import Gate, Hold
+from transferd.control.gate import Gate
 from transferd.control.order import RETRY_AFTER_S, TRANSITIONS, Alarms, Claim, HazardTable, Lanes, State, TaskState
 from transferd.errors import InvariantError, RequestError
 from transferd.observability.recorder import LONGEST_TEXT, Recorder
@@ -53,23 +53,6 @@ from transferd.tasks import HOST, ErrorInfo, Footprint, Lane, Status, Stop, Task
 
 AT_ONCE = 256  # tasks that end in one step of the event loop, if all of a client or of a deadline do
 MAX_WAITERS = 256  # pushes of one task_id that may wait for its result
-
-
-class DispatchStatistics(NamedTuple):
-    """A snapshot: answered tasks by status, refusals by code, and the tasks in progress."""
-
-    queued: int
-    running: int
-    straggling: int
-    argument_bytes: int  # of tasks that are admitted, or answered with blocks that are still claimed
-    results_kept: int
-    result_bytes: int
-    tasks: dict[str, int]
-    rejects: dict[str, int]
-    waiting: dict[Lane, int]  # the queued ones by lane
-    paused: bool
-    draining: bool
-    held: list[Hold]
 
 
 class Submission(msgspec.Struct, frozen=True):
@@ -106,7 +89,10 @@ class Dispatcher:
     """The state machine. Only its events change it; see the module's theory of operation.
 
     records: all tasks that are admitted and not yet answered (queued, running, cancelling), by task_id.
+    stragglers: those that are answered, and that a rank still works on.
+    statuses, rejects: how many tasks were answered, by status, and refused, by code.
     hazards: the order of tasks on the same blocks. Its `notify` is for Unblock.
+    gate: whether it admits and starts tasks, and who holds it. Nobody else changes it.
     """
 
     def __init__(
@@ -132,47 +118,34 @@ class Dispatcher:
         self.generation = generation
         self._recorder = recorder if recorder is not None else Recorder()
         self.records: dict[str, TaskState] = {}
-        self._stragglers: dict[str, TaskState] = {}  # done, but a rank still works on it
+        self.stragglers: dict[str, TaskState] = {}
         self._waits: dict[bytes, dict[str, TaskState]] = {}  # for each client, the tasks that it waits for
         self._unsettled: set[str] = set()  # answered, and a rank may still touch their blocks, even a dead one
         server = limits.server
         self.results = ResultCache(server.result_ttl, server.max_results, server.max_result_bytes)
         self.hazards = HazardTable(ranges)
         self.lanes = Lanes(server, self.hazards)
-        self._gate = Gate(memory=admitting)
+        self.gate = Gate(memory=admitting)
         self._contents = Contents(limits.ranks, limits.host_blocks, mapped=admitting)
         self._starting = False  # inside _start_ready
         self._now = 0.0  # the time of the current event
         self._out: list[do.Instruction] = []  # what it has led to so far
         self._memory_epoch = 0  # how often the cache's memory was taken away
         self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
-        self._statuses: Counter[str] = Counter()
-        self._rejects: Counter[str] = Counter()
+        self.statuses: Counter[str] = Counter()
+        self.rejects: Counter[str] = Counter()
 
     # --- observers ----------------------------------------------------------------------------------
 
     @property
     def quiet(self) -> bool:
         """No rank touches any block on behalf of any task."""
-        return not self._stragglers and not self.lanes.running
+        return not self.stragglers and not self.lanes.running
 
     @property
     def empty(self) -> bool:
         """Quiet, and nothing is queued."""
-        return not self.records and not self._stragglers
-
-    @property
-    def admitting(self) -> bool:
-        return self._gate.refusal is None
-
-    def may_hold(self, what: str, holder: str, proof: str) -> bool:
-        """Whether there is a place for this pause or drain (MOST_HOLDS)."""
-        return self._gate.has_place(what, holder, proof)
-
-    @property
-    def alive(self) -> bool:
-        """No rank has died, and no shutdown was asked for."""
-        return self._gate.alive
+        return not self.records and not self.stragglers
 
     @property
     def next_alarm(self) -> float:
@@ -185,23 +158,7 @@ class Dispatcher:
 
     def settled(self, task_id: str) -> bool:
         """Whether no rank touches a block for this task, now or later. True for a task that is not known."""
-        return not (task_id in self.records or task_id in self._stragglers or task_id in self._unsettled)
-
-    def statistics(self) -> DispatchStatistics:
-        return DispatchStatistics(
-            queued=self.lanes.queued,
-            running=self.lanes.running,
-            straggling=len(self._stragglers),
-            argument_bytes=self.hazards.nbytes,
-            results_kept=len(self.results),
-            result_bytes=self.results.nbytes,
-            tasks=dict(self._statuses),
-            rejects=dict(self._rejects),
-            waiting=self.lanes.waiting,
-            paused=self._gate.paused,
-            draining=self._gate.draining,
-            held=self._gate.held,
-        )
+        return not (task_id in self.records or task_id in self.stragglers or task_id in self._unsettled)
 
     # --- admission ----------------------------------------------------------------------------------
 
@@ -212,12 +169,12 @@ class Dispatcher:
         again: the client will push it again, under the same seq. So a refusal is not answered.
         """
         push = Submission(client, seq, task, again)
-        known = self.records.get(task.task_id) or self._stragglers.get(task.task_id)
+        known = self.records.get(task.task_id) or self.stragglers.get(task.task_id)
         kept = self.results.recall(task.task_id, self._now)
         if known is not None or kept is not None:
             self._join(push, known, kept)
             return
-        refusal = self._gate.refusal
+        refusal = self.gate.refusal
         if refusal is not None:
             status, error = refusal
             self._refuse(push, status, error, RETRY_AFTER_S[1] if status is Status.BUSY else None)
@@ -300,8 +257,8 @@ class Dispatcher:
             self._recorder.note(task_id, "waits", record.claim.blockers)
 
     def _refuse(self, push: Submission, status: Status, error: ErrorInfo, retry_after: float | None = None) -> None:
-        self._statuses[status] += 1
-        self._rejects[error.code] += 1
+        self.statuses[status] += 1
+        self.rejects[error.code] += 1
         self._recorder.aside(push.task.task_id, status, error.code, push.client, error.message[:LONGEST_TEXT])
         if push.again:  # the resend gets the answer
             return
@@ -321,7 +278,7 @@ class Dispatcher:
 
     def _start_ready(self) -> None:
         lanes = self.lanes
-        if self._starting or not lanes.ready_tasks or not self._gate.starts:
+        if self._starting or not lanes.ready_tasks or not self.gate.starts:
             return
         self._starting = True  # a task that ends here releases others: this loop starts them, not a nested one
         try:
@@ -371,13 +328,13 @@ class Dispatcher:
     @event
     def rank_left(self, task_id: str, rank: int) -> None:
         """A rank that was missing when its round ended has finished with the task's blocks."""
-        if (record := self._stragglers.get(task_id)) is not None:  # else its blocks were released already
+        if (record := self.stragglers.get(task_id)) is not None:  # else its blocks were released already
             self._left(record, rank)
 
     def _left(self, record: TaskState, rank: int) -> None:
         record.straggling -= {rank}
         if not record.straggling:
-            del self._stragglers[record.task_id]
+            del self.stragglers[record.task_id]
             self._recorder.note(record.task_id, "straggler left", rank)
             self._release(record)
 
@@ -386,9 +343,9 @@ class Dispatcher:
         """A rank has died, and the whole engine with it: no task can complete any more."""
         error = ErrorInfo("rank_died", f"rank {rank} died: {cause}")
         self._recorder.aside("", "rank died", rank, cause[:LONGEST_TEXT])
-        self._gate.rank_died(error)
+        self.gate.rank_died(error)
         self._fail_queued(error)
-        for record in list(self._stragglers.values()):
+        for record in list(self.stragglers.values()):
             self._left(record, rank)
 
     # --- ending early -------------------------------------------------------------------------------
@@ -409,7 +366,7 @@ class Dispatcher:
             self._out.append(do.Again(client))
             return
         self._waits.pop(client, None)
-        for hold in self._gate.client_gone(client):
+        for hold in self.gate.client_gone(client):
             self._recorder.aside("", "hold ended", hold.what, hold.holder)
         self._start_ready()
 
@@ -440,7 +397,7 @@ class Dispatcher:
 
     def _end(self, record: TaskState, reason: Stop) -> None:
         if record.state is State.QUEUED:
-            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued{self._gate.behind}"
+            waited = f"{'deadline reached' if reason is Stop.EXPIRED else 'cancelled'} while queued{self.gate.behind}"
             self._finish_early(record, Status(reason.value), ErrorInfo(str(reason), waited))
         elif record.state is State.RUNNING:
             record.stop = reason
@@ -470,26 +427,26 @@ class Dispatcher:
         holder: a name for people. proof: a secret of the holder's: another client may know its name.
         """
         self._recorder.aside("", "pause", holder)
-        self._gate.hold("pause", holder, client, self._now, proof)
+        self.gate.hold("pause", holder, client, self._now, proof)
 
     @event
     def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains, or all of them if it holds none. A cleared cache stays cleared."""
         self._recorder.aside("", "resume", holder)
-        self._gate.resume(holder, proof)
+        self.gate.resume(holder, proof)
         self._start_ready()
 
     @event
     def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> None:
         """Admit nothing more; finish what is admitted. A drain ends like a pause."""
         self._recorder.aside("", "drain", holder)
-        self._gate.hold("drain", holder, client, self._now, proof)
+        self.gate.hold("drain", holder, client, self._now, proof)
 
     @event
     def withdraw_cache(self, error: ErrorInfo, end: bool) -> None:
         """Some rank has lost its memory: admit nothing until `cache_ready`. end: admitted tasks cannot finish."""
         self._recorder.aside("", "cache withdrawn", error.message[:LONGEST_TEXT])
-        self._gate.memory_gone(error)
+        self.gate.memory_gone(error)
         self._memory_epoch += 1
         if end:  # else tasks may still end on the old memory
             self._fail_queued(error)
@@ -503,7 +460,7 @@ class Dispatcher:
         """Every rank has its memory: admit again. windows: where each rank's device blocks lie, if they are windows."""
         self._recorder.aside("", "cache ready")
         self.hazards.grids = windows
-        self._gate.memory_there()
+        self.gate.memory_there()
 
     @event
     def mappings_changed(self, unmapped: Sequence[int], outdated: Mapping[bytes, Sequence[int]]) -> None:
@@ -519,7 +476,7 @@ class Dispatcher:
     def shut_down(self) -> None:
         """Admit nothing and start nothing more, for good."""
         self._recorder.aside("", "shutdown")
-        self._gate.shut()
+        self.gate.shut()
 
     @event
     def bump_generation(self, generation: str) -> None:
@@ -544,7 +501,7 @@ class Dispatcher:
             boot_id=self.boot_id,
             settled=not record.straggling and task_id not in self._unsettled,
         )
-        self._statuses[result.status] += 1
+        self.statuses[result.status] += 1
         self._recorder.note(task_id, "done", str(result.status), len(merged.block_ids))
         if merged.error is not None:
             self._recorder.note(task_id, "cause", merged.error.code, merged.error.message[:LONGEST_TEXT])
@@ -558,7 +515,7 @@ class Dispatcher:
         del self.records[task_id]
         self.results.keep(result, record.content, record.memory_epoch, self._now)
         if record.straggling:  # a rank that is late may still touch the blocks: they stay claimed until it arrives
-            self._stragglers[task_id] = record
+            self.stragglers[task_id] = record
             self._recorder.note(task_id, "straggling", str(sorted(record.straggling)))
             self._start_ready()
         else:

@@ -163,7 +163,7 @@ class Coordinator:
         """Every rank has its memory: admit, unless one of them is dead."""
         windows = [worker.windows for worker in self.workers]
         self._hear(self.dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
-        self.ready = self.dispatcher.alive
+        self.ready = self.dispatcher.gate.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
         """Admit nothing, because memory is about to be removed; with `end`, also end all tasks. Then await `empty`."""

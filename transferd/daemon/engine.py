@@ -22,7 +22,7 @@ from transferd.config.loading import to_tree
 from transferd.config.ownership import Creator, creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
-from transferd.control.dispatcher import Dispatcher, DispatchStatistics
+from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
 from transferd.control.order import Claim
 from transferd.daemon import lookup
@@ -331,7 +331,7 @@ class HostedEngine:
         if self.why_not_ready:
             return self.why_not_ready
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
-        return hung or ("" if self.dispatcher.admitting else "draining")
+        return hung or ("" if self.dispatcher.gate.refusal is None else "draining")
 
     def unattached(self) -> tuple[list[int], float | None]:
         """Ranks without attached or offered memory, and for how many seconds a client has needed it."""
@@ -375,9 +375,10 @@ class HostedEngine:
             return True if self.holders else None if self.registration is None else False
         return self.shared.clients.return_to(self.clients)
 
-    def ranks(self, dispatch: DispatchStatistics) -> list[RankReport]:
-        """Its ranks as a report has them. dispatch: its dispatcher's statistics."""
-        return [worker.statistics(dispatch.waiting, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
+    def ranks(self) -> list[RankReport]:
+        """Its ranks as a report has them."""
+        waiting = self.dispatcher.lanes.waiting
+        return [worker.statistics(waiting, self.coordinator.skew_s[worker.rank]) for worker in self.workers]
 
     async def end(self, why: ErrorInfo) -> None:
         """Answer every task, then unmap and free all memory. Waits for running copies and transfers.

@@ -81,15 +81,14 @@ class Departed:
 
     def and_of(self, engine: HostedEngine) -> Departed:
         """These counts and those of one more engine."""
-        dispatch = engine.dispatcher.statistics()
         return Departed(
-            tasks=self.tasks + Counter(dispatch.tasks),
-            rejects=self.rejects + Counter(dispatch.rejects),
+            tasks=self.tasks + engine.dispatcher.statuses,
+            rejects=self.rejects + engine.dispatcher.rejects,
             barrier=self.barrier + engine.barrier.counts,
             effects_failed=self.effects_failed + engine.coordinator.effects_failed,
             corrupt=self.corrupt + sum(worker.corrupt for worker in engine.workers),
             missed=self.missed + sum(worker.missed for worker in engine.workers),
-            lanes=together([self.lanes, of_engine(engine.ranks(dispatch))]),
+            lanes=together([self.lanes, of_engine(engine.ranks())]),
         )
 
 

@@ -130,7 +130,7 @@ class Listing:
             waits = "a place in its lane"
             if before:
                 waits = f"{before} tasks before it on its blocks"
-            elif engine.dispatcher.statistics().paused:
+            elif engine.dispatcher.gate.paused:
                 waits = "resume"
         else:
             missing = engine.barrier.missing(record.task_id)

@@ -95,7 +95,7 @@ def _state(daemon: Daemon) -> str:
     serving = f"serving {ranks} ranks on {daemon.transport.endpoints[0]}"
     if others or daemon.config.cache is None:
         serving += f", {others} engines registered"
-    held = [hold for engine in daemon.engines for hold in engine.dispatcher.statistics().held]
+    held = [hold for engine in daemon.engines for hold in engine.dispatcher.gate.held]
     pauses = sorted((hold for hold in held if hold.what == "pause"), key=lambda hold: hold.since)
     if not pauses:
         return serving

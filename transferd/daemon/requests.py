@@ -208,7 +208,7 @@ def _engine(client: KnownClient) -> HostedEngine:
 def _new_hold(client: KnownClient, what: str, body: wire.Pause | wire.Drain) -> tuple[str, str]:
     """The holder. Raises `too_many_requests` unless one more hold may be kept."""
     holder = _holder(client, body)
-    if not _engine(client).dispatcher.may_hold(what, *holder):
+    if not _engine(client).dispatcher.gate.has_place(what, *holder):
         problem = f"{MOST_HOLDS} pauses and drains of this engine are held already; end one with resume"
         raise TransferError(problem, code="too_many_requests")
     return holder

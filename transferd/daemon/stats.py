@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from transferd.config import Config
 from transferd.config.ownership import Creator
-from transferd.control.dispatcher import DispatchStatistics
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -31,7 +30,7 @@ from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
-SUMS = ("queued", "running", "straggling", "argument_bytes", "results_kept", "result_bytes")  # of DispatchStatistics
+SUMS = ("queued", "running", "straggling")  # of all engines
 
 S = TypeVar("S", bound=rows.StoreFigures)
 MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
@@ -61,16 +60,15 @@ class Parts(Protocol):
 def report_of(parts: Parts) -> Generator[None, None, Report]:
     """The report as it is now, without concerns, in pieces of one engine: about a millisecond at 8 ranks."""
     engines, own, storage, shared = parts.engines.all, parts.engines.own, _storage(parts), parts.engines.shared
-    each: dict[HostedEngine, DispatchStatistics] = {}
-    ranks, kinds, found = {}, {}, {}
+    ranks, kinds = {}, {}
+    found: dict[HostedEngine, rows.EngineReport] = {}
     departed = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
     for engine in engines:
-        dispatch = each[engine] = engine.dispatcher.statistics()
-        ranks[engine] = engine.ranks(dispatch)
+        ranks[engine] = engine.ranks()
         kinds[engine] = of_engine(ranks[engine])
-        found[engine] = _engine(engine, dispatch, parts, kinds[engine], storage)
+        found[engine] = _engine(engine, parts, kinds[engine], storage)
         yield
-    all_tasks, server = list(each.values()), parts.server.statistics()
+    all_tasks, server = list(found.values()), parts.server.statistics()
     lanes = together([*kinds.values(), departed.lanes])
     for name, kind in lanes.items():
         yield
@@ -85,7 +83,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     yield
     host, staging = _host(parts.engines, own), _staging(engines)
     yield
-    memory = _memory(parts, each, host)
+    memory = _memory(parts, engines, host)
     yield
     return Report(
         version=VERSION,
@@ -104,7 +102,10 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         **sums,
         tasks=tasks,
         rejects=rejects,
-        held=_held(parts.clock.monotonic(), each),
+        held=_held(parts.clock.monotonic(), engines),
+        argument_bytes=memory.task_arguments,
+        results_kept=sum(len(engine.dispatcher.results) for engine in engines),
+        result_bytes=memory.results,
         barrier=_barrier(engines, own, departed.barrier),
         refused=parts.refused(),
         users=_users(parts.transport.endpoints),
@@ -124,28 +125,26 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         acts=parts.engines.acts.report(),
         reload_refused=parts.engines.acts.reload_refused,
         **logs.statistics(),
-        **_of_own_engine(parts, own, each),
+        **_of_own_engine(parts, own),
     )
 
 
-def _of_own_engine(
-    parts: Parts, own: HostedEngine | None, each: Mapping[HostedEngine, DispatchStatistics]
-) -> dict[str, Any]:
+def _of_own_engine(parts: Parts, own: HostedEngine | None) -> dict[str, Any]:
     """The fields of Report about the engine in the daemon's own configuration."""
     if own is None:
         return {"ready": not parts.not_ready, "draining": parts.engines.closed}
     return {
         "ready": not own.why_not_ready,
         "generation": own.dispatcher.generation,
-        "paused": each[own].paused,
-        "draining": parts.engines.closed or each[own].draining,
+        "paused": own.dispatcher.gate.paused,
+        "draining": parts.engines.closed or own.dispatcher.gate.draining,
         "cache": own.cache.statistics(),
         "layout": _layout(own),
         "configured": own.shared_settings,
     }
 
 
-def _counted(tasks: Sequence[DispatchStatistics], name: str, departed: Mapping[str, int]) -> dict[str, int]:
+def _counted(tasks: Sequence[rows.EngineReport], name: str, departed: Mapping[str, int]) -> dict[str, int]:
     """One counter of all engines, and of those that left."""
     total = Counter(departed)
     for one in tasks:
@@ -158,10 +157,8 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
     return rows.UsersReport(told_apart=not why, hidden_as=hidden_uid(), why=why)
 
 
-def _engine(
-    engine: HostedEngine, dispatch: DispatchStatistics, parts: Parts, kinds: Kinds, storage: rows.StorageReport
-) -> rows.EngineReport:
-    cache, traffic, log = engine.cache, engine.shared.traffic, engine.shared.tasks
+def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.StorageReport) -> rows.EngineReport:
+    cache, tasks, traffic, log = engine.cache, engine.dispatcher, engine.shared.traffic, engine.shared.tasks
     unattached, unattached_s = engine.unattached()
     totals = parts.windows.recent(engine.name, report=added(kinds.values()))
     return rows.EngineReport(
@@ -183,13 +180,13 @@ def _engine(
         owners=cache.owners,
         unattached=unattached,
         unattached_s=unattached_s,
-        tasks=dispatch.tasks,
-        queued=dispatch.queued,
-        running=dispatch.running,
-        straggling=dispatch.straggling,
-        paused=dispatch.paused,
-        draining=dispatch.draining,
-        rejects=dispatch.rejects,
+        tasks=dict(tasks.statuses),
+        queued=tasks.lanes.queued,
+        running=tasks.lanes.running,
+        straggling=len(tasks.stragglers),
+        paused=tasks.gate.paused,
+        draining=tasks.gate.draining,
+        rejects=dict(tasks.rejects),
         errors=dict(log.errors.get(engine.name, ())),
         hits=log.found[engine.name],
         misses=log.missing[engine.name],
@@ -210,8 +207,9 @@ def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
     return rows.FingerprintReport(digest=layout.fingerprint, layout=layout.identity[:MOST_LAYOUT], facts=dict(facts))
 
 
-def _held(now: float, each: Mapping[HostedEngine, DispatchStatistics]) -> list[rows.HoldReport]:
-    held = sorted(((hold, engine.name) for engine, one in each.items() for hold in one.held), key=lambda x: x[0].since)
+def _held(now: float, engines: Sequence[HostedEngine]) -> list[rows.HoldReport]:
+    held = [(hold, engine.name) for engine in engines for hold in engine.dispatcher.gate.held]
+    held.sort(key=lambda one: one[0].since)
     return [rows.HoldReport(hold.what, hold.holder, name, now - hold.since) for hold, name in held]
 
 
@@ -252,9 +250,9 @@ def _staging(engines: Sequence[HostedEngine]) -> rows.StagingReport:
     return rows.StagingReport(**{key: sum(one[key] for one in each) for key in ("capacity", "used", "peak")})
 
 
-def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics], host: rows.HostReport) -> rows.MemoryReport:
-    contexts = [worker.context for engine in each for worker in engine.workers]
-    made, storage = [e for e in each if e.cache.creator is Creator.DAEMON], parts.engines.shared.storage
+def _memory(parts: Parts, engines: Sequence[HostedEngine], host: rows.HostReport) -> rows.MemoryReport:
+    contexts = [worker.context for engine in engines for worker in engine.workers]
+    made, storage = [e for e in engines if e.cache.creator is Creator.DAEMON], parts.engines.shared.storage
     return rows.MemoryReport(
         device_cache=sum((len(e.workers) - len(e.cache.missing)) * device_bytes(e.layout) for e in made),
         host_pool=host.bytes,
@@ -262,8 +260,8 @@ def _memory(parts: Parts, each: Mapping[HostedEngine, DispatchStatistics], host:
         peer_staging=sum(one.peer.staging.nbytes for one in contexts if one.peer is not None),
         stored_objects=0 if storage is None else storage.memory_bytes,
         carried=getattr(storage, "carried_bytes", 0),
-        task_arguments=sum(dispatch.argument_bytes for dispatch in each.values()),
-        results=sum(dispatch.result_bytes for dispatch in each.values()),
+        task_arguments=sum(engine.dispatcher.hazards.nbytes for engine in engines),
+        results=sum(engine.dispatcher.results.nbytes for engine in engines),
     )
 
 

@@ -99,7 +99,7 @@ class Oracle:
 
     @property
     def _refused(self) -> int:
-        return sum(self.world.daemon.default.dispatcher.statistics().rejects.values())
+        return sum(self.world.daemon.default.dispatcher.rejects.values())
 
     def _answered(self, client: bytes, seq: int, result: TaskResult) -> None:
         self._owed[client, seq] -= 1
@@ -141,8 +141,8 @@ class Oracle:
         assert not self._broken, self._broken
         daemon = self.world.daemon
         check_dispatcher(daemon.default.dispatcher)
-        statistics, rounds = daemon.default.dispatcher.statistics(), daemon.default.barrier.statistics()
-        assert rounds["open"] == statistics.running, f"{rounds['open']} rounds for {statistics.running} running tasks"
+        running, rounds = daemon.default.dispatcher.lanes.running, daemon.default.barrier.statistics()
+        assert rounds["open"] == running, f"{rounds['open']} rounds for {running} running tasks"
         for worker in daemon.default.coordinator.workers:
             staging = worker.context.staging.statistics()
             assert staging["used"] <= staging["capacity"], staging

@@ -238,7 +238,8 @@ class Story:
     async def _drain(self, engine: SimEngine, _: Deed, chance: random.Random) -> None:
         try:
             await wait_for(engine.client.drain(), chance.uniform(0, 5))
-            assert self.world.daemon.default.dispatcher.empty or self.world.daemon.default.dispatcher.admitting
+            dispatcher = self.world.daemon.default.dispatcher
+            assert dispatcher.empty or dispatcher.gate.refusal is None
         finally:
             await engine.client.resume()
 
@@ -271,7 +272,7 @@ class Story:
         """Operators that paused and died are silent; once the daemon has noticed, nothing is held by them."""
         if self.seen[DIE_PAUSED]:
             await asyncio.sleep(SLOWEST_S)
-            held = self.world.daemon.default.dispatcher.statistics().held  # an engine's, too, if its resume has failed
+            held = self.world.daemon.default.dispatcher.gate.held  # an engine's, too, if its resume has failed
             assert not [one for one in held if one.client.startswith(OPERATOR)], "a pause has outlived its client"
 
     async def _idle(self) -> None:
