@@ -130,7 +130,7 @@ class Rank:
         self, tier: CudaDeviceTier, layout: BlockLayout, here: FakeGpu, elsewhere: FakeGpu, way: tuple[str, int, int]
     ) -> None:
         self.tier, self.layout, self.gpu = tier, layout, elsewhere
-        self.pool = HostPool(layout, 0, CudaPinning(0, here))
+        self.pool = HostPool(layout, CudaPinning(0, here))
         order, self.parts, padding = way
         self.context = elsewhere.retain(0)
         nbytes = extent(SHAPE, ITEM, padding)

@@ -86,7 +86,7 @@ class Story:
         for worker in self.world.daemon.default.coordinator.workers:
             assert not worker.context.device.statistics()["open"]
             assert worker.context.host is not None
-            assert worker.context.host.statistics()["bytes"] == 0
+            assert not worker.context.host.memory.allocated
 
     def check_zero(self) -> None:
         for worker, device in zip(self.world.daemon.default.coordinator.workers, self.world.devices, strict=True):

@@ -108,7 +108,7 @@ async def test_blocks_go_between_host_memory_and_what_the_engine_made(tier: Devi
             array.view(np.uint8)[...] = rng.integers(0, 256, array.view(np.uint8).shape, dtype=np.uint8)
     before = {plane: [array.copy() for array in arrays] for plane, arrays in caches.items()}
     await tier.attach(from_me(engine.handle()))
-    pool = HostPool(LAYOUT, 0)
+    pool = HostPool(LAYOUT)
     where = tier.arena.geometry
     await tier.copy_out(plan_copy(where, [4, 1, 2], LAYOUT.host, [0, 5, 3]), pool.memory)
     await tier.copy_in(plan_copy(LAYOUT.host, [0, 5, 3], where, [0, 5, 3]), pool.memory)
@@ -129,7 +129,7 @@ async def test_arrays_may_lie_anywhere_in_the_memory(tier: DeviceTier) -> None:
     data = {"name": segment.name, "nbytes": nbytes, "arrays": places, "owner": as_data(this_process())}
     await tier.attach(from_me(DeviceHandle("shm", data)))
     caches = attach_arrays(data)
-    pool = HostPool(LAYOUT, 0)
+    pool = HostPool(LAYOUT)
     memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
     memory[:] = np.random.default_rng(6).integers(0, 256, memory.shape, dtype=np.uint8)
     await tier.copy_in(plan_copy(LAYOUT.host, [0, 1, 2, 3], tier.arena.geometry, [5, 0, 1, 3]), pool.memory)
@@ -197,7 +197,7 @@ async def test_memory_is_attached_once_and_can_be_again_after_it_was_closed(
 
 async def test_memory_made_anew_holds_nothing_of_what_was_there(tier: DeviceTier) -> None:
     everything = list(range(6))
-    pool = HostPool(LAYOUT, 0)
+    pool = HostPool(LAYOUT)
     memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
     for _ in range(2):
         await tier.open()

@@ -82,7 +82,7 @@ async def tier(kind: str, layout: BlockLayout) -> AsyncIterator[DeviceTier]:
 @pytest.fixture
 def pool(layout: BlockLayout, tier: DeviceTier) -> Iterator[HostPool]:
     pinning = CudaPinning(0, tier.gpu) if isinstance(tier, FakeCudaTier) else MEMORY_LOCK
-    made = HostPool(layout, 0, pinning)
+    made = HostPool(layout, pinning)
     yield made
     made.close()
 

@@ -85,7 +85,7 @@ async def rig(gpu: FakeGpu, threads: ThreadPools, *, clean: bool = True, **optio
     """clean: what is wrong on the GPU, or left on it at the end, fails the test."""
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, **({"slot_bytes": ONE_BLOCK} | options))  # type: ignore[arg-type]
     await tier.open()
-    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    pool = HostPool(LAYOUT, CudaPinning(0, gpu))
     made = Rig(gpu, tier, pool)
     try:
         yield made
@@ -250,7 +250,7 @@ async def test_short_segments_are_gathered_and_long_ones_go_in_rows_or_straight(
         gpu = FakeGpu()
         tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, tuning=tuning)
         await tier.open()
-        pool = HostPool(layout, 0, CudaPinning(0, gpu))
+        pool = HostPool(layout, CudaPinning(0, gpu))
         await tier.copy_in(plan_copy(layout.host, [1, 0], layout.device, [1, 0]), pool.memory)
         assert tier.statistics()["copies"]["in"] == {"gather": 0, "rows": 0, "pairs": 0, "straight": 0} | {way: 1}
         assert gpu.count("copy_batch") == (way != "rows")
@@ -322,7 +322,7 @@ async def test_blocks_in_the_order_of_fastdeploys_objects_are_gathered_too(
 async def test_memory_that_is_not_registered_is_never_given_to_a_batch(threads: ThreadPools, registered: bool) -> None:
     gpu = FakeGpu()
     async with rig(gpu, threads, slot_bytes=1 << 16) as made:
-        pool = made.pool if registered else HostPool(LAYOUT, 0)
+        pool = made.pool if registered else HostPool(LAYOUT)
         await made.tier.copy_in(made.inward(APART, BLOCKS), pool.memory)
         assert (gpu.count("copy_batch"), gpu.count("copy") > 1) == ((1, False) if registered else (0, True))
         assert made.tier.statistics()["unregistered"] == (not registered)
@@ -610,7 +610,7 @@ async def test_an_engine_that_dies_before_its_event_keeps_the_memory_and_a_close
         event = engine.open_event(bytes.fromhex(tier.handle().data["event"]))
         stream = engine.create_stream()
         engine.record(event, stream)  # and the engine is killed before it gets there
-    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    pool = HostPool(LAYOUT, CudaPinning(0, gpu))
     resources, cache = tier.resources, tier.arena.origin
     copying = asyncio.ensure_future(tier.copy_out(plan_copy(tier.arena.geometry, [0], LAYOUT.host, [0]), pool.memory))
     while resources._engine is None or resources._engine.gate.waits_for is None:  # noqa: ASYNC110 - a few turns

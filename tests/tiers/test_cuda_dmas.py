@@ -46,7 +46,7 @@ async def dmas_of(threads: ThreadPools, monkeypatch: pytest.MonkeyPatch, *, most
     gpu = Counting(batches=False)
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, copy_path="gather", slot_bytes=slot)
     await tier.open()
-    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    pool = HostPool(LAYOUT, CudaPinning(0, gpu))
     memory = np.frombuffer(pool.memory.view, dtype=np.uint8)[: 12 * BLOCK].reshape(12, BLOCK)
     memory[:] = np.random.default_rng(3).integers(0, 256, memory.shape, dtype=np.uint8)
     before = memory[CONSECUTIVE].copy()

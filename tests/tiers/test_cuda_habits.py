@@ -175,7 +175,7 @@ _pools: list[HostPool] = []
 
 
 def moved(tier: CudaDeviceTier) -> tuple[CopyPlan, HostMemory]:
-    _pools.append(HostPool(LAYOUT, 0))
+    _pools.append(HostPool(LAYOUT))
     return plan_copy(tier.arena.geometry, [0, 2], LAYOUT.host, [1, 2]), _pools[-1].memory
 
 

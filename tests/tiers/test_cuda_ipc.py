@@ -67,7 +67,7 @@ async def daemon(threads: ThreadPools) -> AsyncIterator[CudaDeviceTier]:
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    made = HostPool(LAYOUT, 0)
+    made = HostPool(LAYOUT)
     yield made
     made.close()
 

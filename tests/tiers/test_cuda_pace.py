@@ -75,7 +75,7 @@ async def test_a_store_waits_for_its_rate_while_loads_and_urgent_copies_go(
         store = made.tier.copy_out(made.outward(BLOCKS, [8 + i for i in BLOCKS]), made.pool.memory)
         storing = asyncio.ensure_future(stop.copied(store))
         await asyncio.sleep(0)
-        urgent = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+        urgent = HostPool(LAYOUT, CudaPinning(0, gpu))
         urgent.memory.urgent = True
         await made.tier.copy_out(made.outward([0, 1], [0, 1]), urgent.memory)
         await made.tier.copy_in(made.inward([0, 1], [10, 11]), made.pool.memory)

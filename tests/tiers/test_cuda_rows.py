@@ -126,7 +126,7 @@ async def test_every_byte_arrives_in_rows_and_no_copy_crosses_two_registrations(
     tuning = Tuning(grid=8, dma_most=dma_most)
     tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, copy_path=way, tuning=tuning)
     await tier.open()
-    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+    with closing(HostPool(layout, CudaPinning(0, gpu))) as pool:
         host = np.frombuffer(pool.memory.view, dtype=np.uint8)
         stride, nbytes = int(layout.host.strides[0]), layout.block_bytes
         host[:] = np.random.default_rng(7).integers(0, 256, len(host), dtype=np.uint8)
@@ -178,7 +178,7 @@ async def test_blocks_go_in_rows_if_that_is_predicted_to_be_best(
     gpu = FakeGpu()
     tier = CudaDeviceTier(layout, 0, 0, threads, driver=gpu, tuning=Tuning(grid=8, dma_most=dma_most))
     await tier.open()
-    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+    with closing(HostPool(layout, CudaPinning(0, gpu))) as pool:
         await tier.copy_in(plan_copy(layout.host, [8, 0, 5], tier.arena.geometry, [6, 2, 0]), pool.memory)
         counts = dict.fromkeys(get_args(CopyPath), 0) | {way: 1}
         assert tier.statistics()["copies"]["in"] == counts
@@ -189,7 +189,7 @@ async def test_memory_that_is_not_registered_does_not_go_in_rows(threads: Thread
     layout = build_layout(CacheSection(**CACHES["gqa"], device_blocks=7, host_blocks=9))  # type: ignore[arg-type]
     tier = CudaDeviceTier(layout, 0, 0, threads, driver=FakeGpu(), copy_path="rows")
     await tier.open()
-    with closing(HostPool(layout, 0)) as pool:
+    with closing(HostPool(layout)) as pool:
         await tier.copy_in(plan_copy(layout.host, [8], tier.arena.geometry, [6]), pool.memory)
         assert tier.statistics()["copies"]["in"]["rows"] == 0
         await tier.close()
@@ -204,7 +204,7 @@ async def test_rows_go_in_batches_of_one_call_where_the_driver_has_it(threads: T
     await tier.open()
     tried = gpu.count("copy_row_batch")
     assert tried == 2, "both ways are tried before an engine's bytes move"
-    with closing(HostPool(layout, 0, CudaPinning(0, gpu))) as pool:
+    with closing(HostPool(layout, CudaPinning(0, gpu))) as pool:
         host = np.frombuffer(pool.memory.view, dtype=np.uint8)
         host[:] = np.random.default_rng(7).integers(0, 256, len(host), dtype=np.uint8)
         stride, nbytes = int(layout.host.strides[0]), layout.block_bytes

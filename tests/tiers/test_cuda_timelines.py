@@ -116,7 +116,7 @@ async def rank(threads: ThreadPools, seed: int = 0, words: Words = "device") -> 
     gpu = FakeGpu(seed=seed)
     tier = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=gpu, tuning=replace(DEFAULT, host_words=words != "device"))
     await tier.open()
-    pool = HostPool(LAYOUT, 0, CudaPinning(0, gpu))
+    pool = HostPool(LAYOUT, CudaPinning(0, gpu))
     made = Rank(tier, gpu, pool, words)
     try:
         yield made
@@ -255,7 +255,7 @@ async def test_an_engine_leaves_while_another_one_is_waited_for(threads: ThreadP
     async with rank(threads) as made:
         other = CudaDeviceTier(LAYOUT, 0, 0, threads, driver=made.gpu)
         await other.open()
-        pool = HostPool(LAYOUT, 0, CudaPinning(0, made.gpu))
+        pool = HostPool(LAYOUT, CudaPinning(0, made.gpu))
         after = Timeline(0).next()
         task = asyncio.ensure_future(made.task(after))
         await _waits(made, after)

@@ -170,7 +170,7 @@ def failing(kind: Kind) -> Kind:
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    made = HostPool(LAYOUT, 0)
+    made = HostPool(LAYOUT)
     yield made
     made.close()
 

@@ -68,7 +68,7 @@ def tier(threads: ThreadPools, operators: FastDeployOperators | None, rank: int 
 
 async def check_moves(moved: PaddleDeviceTier, planes: dict[str, list[Any]]) -> None:
     """Blocks go between host memory and what `planes` shows."""
-    pool = HostPool(LAYOUT, 0)
+    pool = HostPool(LAYOUT)
     memory = np.frombuffer(pool.memory.view, dtype=np.uint8)
     memory[:] = np.random.default_rng(3).integers(0, 256, memory.shape, dtype=np.uint8)
     before = memory.copy()

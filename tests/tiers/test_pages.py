@@ -62,7 +62,7 @@ def threads() -> Iterator[ThreadPools]:
 
 @pytest.fixture
 def pool() -> Iterator[HostPool]:
-    made = HostPool(LAYOUT, 0)
+    made = HostPool(LAYOUT)
     yield made
     made.close()
 

@@ -136,8 +136,8 @@ def test_memory_that_cannot_be_unpinned_is_still_unmapped_and_the_error_raised()
 
 def test_a_pool_is_pinned_as_its_device_says() -> None:
     pins = Pins()
-    pool = HostPool(build_layout(CacheSection(layers=1, host_blocks=4)), 0, pins)
-    assert pool.statistics()["pinned"] is True
+    pool = HostPool(build_layout(CacheSection(layers=1, host_blocks=4)), pins)
+    assert pool.memory.pinned is True
     pool.close()
     assert [call for call, *_ in pins.calls] == ["pin", "unpin"]
 

@@ -233,7 +233,7 @@ class HostedEngine:
             rank=rank,
             layout=layout,
             device=device,
-            host=HostPool(layout, rank, pinning, later=True) if layout.host_blocks else None,
+            host=HostPool(layout, pinning, later=True) if layout.host_blocks else None,
             staging=staging,
             storage=self.blocks,
             format=self.objects,

@@ -220,11 +220,11 @@ def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None, departed
 
 
 def _host(engines: Engines, own: HostedEngine | None) -> rows.HostReport:
-    pools = [w.context.host.statistics() for e in engines.all for w in e.workers if w.context.host is not None]
+    pools = [w.context.host.memory for e in engines.all for w in e.workers if w.context.host is not None]
     return rows.HostReport(
         blocks=0 if own is None else own.layout.host_blocks,
-        bytes=sum(pool["bytes"] for pool in pools),
-        pinned=bool(pools) and all(pool["pinned"] for pool in pools),
+        bytes=sum(pool.nbytes for pool in pools if pool.allocated),
+        pinned=bool(pools) and all(pool.pinned for pool in pools),
         budget=engines.host.statistics(),
     )
 

@@ -16,7 +16,7 @@ import platform
 import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -216,26 +216,19 @@ def _warn(reason: str) -> None:
 class HostPool:
     """One rank's host tier: `host_blocks` packed blocks. Owns its memory."""
 
-    def __init__(self, layout: BlockLayout, rank: int, pinning: Pinning = MEMORY_LOCK, *, later: bool = False) -> None:
-        """later: the caller calls `allocate` later."""
-        self.rank = rank
-        self._layout = layout
+    def __init__(self, layout: BlockLayout, pinning: Pinning = MEMORY_LOCK, *, later: bool = False) -> None:
+        """later: the caller calls `memory.allocate` later, as after `close`."""
+        self._geometry = layout.host
         grain = int(layout.host.strides[0])
         self.memory = HostRegion(layout.host.extent, pinning, grain=grain, later=later)
-        self.arena = Arena(layout.host, self.memory.address if self.memory.allocated else 0)
 
-    def allocate(self) -> None:
-        """Allocate the memory, zeroed, if there is none: at first, or again after `close`. Raises TierError."""
-        self.memory.allocate()
-        self.arena = Arena(self._layout.host, self.memory.address)
+    @property
+    def arena(self) -> Arena:
+        """Where the blocks are. Raises InvariantError while there is no memory."""
+        return Arena(self._geometry, self.memory.address)
 
     def close(self) -> None:
         self.memory.close()
-
-    def statistics(self) -> dict[str, Any]:
-        """blocks and bytes of this rank's pool, and whether it is pinned."""
-        nbytes = self.memory.nbytes if self.memory.allocated else 0
-        return {"blocks": self.arena.geometry.blocks, "bytes": nbytes, "pinned": self.memory.pinned}
 
 
 libc.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

@@ -144,7 +144,7 @@ class CpuMemory:
         if not ((on_host or context.device.addressable) and context.format.checked_bytes):
             return None
         memory, arena = self._memory.get(on_host), share.arena
-        if memory is None or memory.arena is not arena:
+        if memory is None or memory.arena != arena:
             layout = context.layout
             ends = [nbytes for _, nbytes in layout.part_ends]
             memory = BlockMemory(arena, layout.packed(1, context.format.slot_bytes), ends)

@@ -93,12 +93,8 @@ class RankWorker:
             await self.context.threads.run(Direction.SETUP, work, f"{what} of rank {self.rank}")
 
     def _allocate(self) -> None:
-        context = self.context
-        context.staging.memory.allocate()
-        if context.peer is not None:
-            context.peer.staging.memory.allocate()
-        if context.host is not None:
-            context.host.allocate()
+        for region in self.context.regions.values():
+            region.allocate()
 
     async def open_device(self, handle: DeviceHandle | None = None) -> None:
         """Allocate the device memory, or map what `handle` names. Raises TransferError; then nothing is mapped."""
@@ -163,7 +159,7 @@ class RankWorker:
     async def allocate_host(self) -> None:
         """Allocate the host pool again, zeroed, if `free` has not kept it. Raises TierError."""
         if self.context.host is not None:
-            await self._set_up(self.context.host.allocate, "allocating host blocks")
+            await self._set_up(self.context.host.memory.allocate, "allocating host blocks")
 
     def watch(self, died: Died) -> None:
         """Have `died` called if the device is found lost while no task runs."""

@@ -48,7 +48,7 @@ class Swapper:
                 return True
             host, gpu = require(self._context.host), task.gpu_block_ids[piece.start : piece.stop]
             cpu = task.cpu_block_ids[piece.start : piece.stop]
-            ours, theirs = device.arena.geometry, host.arena.geometry
+            ours, theirs = device.arena.geometry, self._context.layout.host
             if isinstance(task, SwapOutTask):
                 plan = job.copy_plan(ours, gpu, theirs, cpu)
                 copying = device.copy_out(plan, host.memory)

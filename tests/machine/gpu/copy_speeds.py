@@ -152,7 +152,7 @@ async def _measure(
     # With the kernel and staging, even where a copy takes neither by itself.
     tier = CudaDeviceTier(layout, 0, device, threads, driver=driver, copy_path="gather")
     await (tier.open() if handle is None else tier.attach(await handle(cache)))
-    host = HostPool(layout, 0, CudaPinning(device, driver))
+    host = HostPool(layout, CudaPinning(device, driver))
     try:
         if not host.memory.pinned:
             raise TierError(f"the host memory is not pinned, so the figures would mean nothing: {host.memory.degraded}")

@@ -158,7 +158,7 @@ async def open_rig(
     tier = CudaDeviceTier(layout, 0, machine.index, threads, **options)
     try:
         await (tier.open() if handle is None else tier.attach(handle))
-        pool = HostPool(layout, 0, CudaPinning(machine.index) if pinned else MEMORY_LOCK)
+        pool = HostPool(layout, CudaPinning(machine.index) if pinned else MEMORY_LOCK)
         try:
             if pinned and not pool.memory.pinned:
                 raise Failed(f"host memory cannot be pinned: {pool.memory.degraded}")

@@ -121,7 +121,7 @@ async def _layout(name: str, cache: dict[str, object], device: str) -> list[Row]
     threads = ThreadPools(1)
     tier = create_device_tier(config, layout, 0, threads)
     await tier.open()
-    host = HostPool(layout, 0, create_pinning(config, 0))
+    host = HostPool(layout, create_pinning(config, 0))
     try:
         return await _measure(name, layout, tier, host, large=device == "cuda")
     finally:
