@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from transferd.observability.concerns import CONCERNS
 from transferd.observability.figure import Figure, Sections
 from transferd.observability.report import Report, ReportSection
-from transferd.observability.task_log import LATENCY_BUCKETS_S, Series, TaskMetrics
+from transferd.observability.task_log import ENDED, LATENCY_BUCKETS_S, MISSED, STAGES, Counts, TaskMetrics
 from transferd.tasks import Lane, Status
 
 BREAKER_STATES = ("closed", "open", "half_open")
@@ -29,10 +29,8 @@ DURATIONS = "transferd_task_duration_seconds"
 BOUNDS = [*(str(float(bound)) for bound in LATENCY_BUCKETS_S), "+Inf"]
 KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
-NONE = Series()
-
 Labels = dict[str, str]
-Tasks = Iterable[tuple[str, str, Series]]  # of an engine, of a kind
+Tasks = Iterable[tuple[str, str, Counts]]  # of an engine, of a kind; empty if it had none of these
 Samples = dict[tuple[tuple[str, str], ...], float]  # by their labels
 
 
@@ -115,10 +113,10 @@ def _family(kind: str, name: str, text: str, labels: list[str], numbers: Mapping
 
 def _of_tasks(tasks: Tasks) -> Iterator[Metric]:
     text = "seconds that ranks have spent on tasks, all ranks together"
-    spent = {(engine, kind, stage): seconds for engine, kind, one in tasks for stage, seconds in one.stages.items()}
+    spent = {(engine, kind, stage): one.get(("spent", stage), 0.0) for engine, kind, one in tasks for stage in STAGES}
     yield _family("counter", "transferd_stage_seconds", text, ["engine", "kind", "stage"], spent)
     text = "tasks that missed their deadline, by the stage that took most of their time"
-    missed = {(engine, kind, cause): count for engine, kind, one in tasks for cause, count in one.missed.items()}
+    missed = {(engine, kind, cause): one.get(("missed", cause), 0) for engine, kind, one in tasks for cause in MISSED}
     yield _family("counter", "transferd_deadlines_missed", text, ["engine", "kind", "cause"], missed)
 
 
@@ -131,13 +129,12 @@ def _durations(tasks: Tasks) -> Iterator[str]:
     for engine, kind, one in tasks:
         of = engine.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
         of = f'engine="{of}",kind="{kind}"'
-        statuses = (Status.OK,) if one is NONE else one.durations
-        for status in statuses:
-            *times, seconds = one.durations[status]
+        for status in ENDED if one else (Status.OK,):
+            times = [one.get(("took", status, place), 0) for place in range(len(BOUNDS))]
             for bound, number in zip(BOUNDS, itertools.accumulate(times), strict=True):
                 yield f'{DURATIONS}_bucket{{{of},le="{bound}",status="{status}"}} {number}\n'
             yield f'{DURATIONS}_count{{{of},status="{status}"}} {sum(times)}\n'
-            yield f'{DURATIONS}_sum{{{of},status="{status}"}} {seconds}\n'
+            yield f'{DURATIONS}_sum{{{of},status="{status}"}} {one.get(("seconds", status), 0)}\n'
 
 
 class _Families(NamedTuple):
@@ -158,7 +155,7 @@ def exposition(not_ready: Callable[[], str], tasks: TaskMetrics | None) -> Calla
         ready, counts = not not_ready(), {} if tasks is None else tasks.counted()
 
         def text() -> bytes:
-            ended = [(name, str(one), kinds.get(one) or NONE) for name, kinds in counts.items() for one in Lane]
+            ended = [(name, str(one), kinds.get(one, {})) for name, kinds in counts.items() for one in Lane]
             found = _Families(lambda: itertools.chain(_of_report(report, ready), _of_tasks(ended), process.collect()))
             return generate_latest(found) + "".join(_durations(ended)).encode()
 

@@ -138,28 +138,9 @@ class TaskLog:
             leaves(engine)
 
 
-@dataclass(slots=True)
-class Series:
-    """The tasks of one engine and kind. durations: how many took how long, by LATENCY_BUCKETS_S, then their sum."""
-
-    durations: dict[Status, list[float]] = field(
-        default_factory=lambda: {status: [0] * (len(LATENCY_BUCKETS_S) + 2) for status in ENDED}
-    )
-    stages: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    missed: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MISSED, 0))
-
-    def add(self, other: Series) -> None:
-        for status, took in other.durations.items():
-            self.durations[status] = [sum(both) for both in zip(self.durations[status], took, strict=True)]
-        self.stages = {stage: seconds + other.stages[stage] for stage, seconds in self.stages.items()}
-        self.missed = {cause: count + other.missed[cause] for cause, count in self.missed.items()}
-
-    def copied(self) -> Series:
-        durations = {status: took.copy() for status, took in self.durations.items()}
-        return Series(durations, self.stages.copy(), self.missed.copy())
-
-
-TaskCounts = Mapping[str, Mapping[Lane, Series]]  # by engine
+# Of one engine and kind: how many tasks took how long, ("took", status, place in LATENCY_BUCKETS_S), their ("seconds",
+# status), what ranks have ("spent", stage), and how many deadlines were ("missed", cause). What is absent is 0.
+Counts = Mapping[tuple[str | int, ...], float]
 
 
 class TaskMetrics:
@@ -174,33 +155,34 @@ class TaskMetrics:
         self._engines = defaultdict(_no_tasks, {name: _no_tasks() for name in engines})
 
     def ended(self, one: Ended, task: Task, ran: Ran | None) -> None:  # noqa: ARG002
-        lane = self._engines[one.engine][one.kind]
-        took = lane.durations[one.status]
-        took[bisect_left(LATENCY_BUCKETS_S, one.seconds)] += 1
-        took[-1] += one.seconds
-        queue = copy = storage = 0.0  # summed first: each lookup by an enum costs as much as several additions
+        counts = self._engines[one.engine][one.kind]
+        counts["took", one.status, bisect_left(LATENCY_BUCKETS_S, one.seconds)] += 1
+        counts["seconds", one.status] += one.seconds
+        queue = copy = storage = 0.0  # summed first: each look-up costs as much as several additions
         for rank in one.ranks:
             queue += rank.queue_s
             copy += rank.copy_s
             storage += rank.storage_s
-        lane.stages["queue"] += queue
-        lane.stages["copy"] += copy
-        lane.stages["storage"] += storage
+        counts["spent", "queue"] += queue
+        counts["spent", "copy"] += copy
+        counts["spent", "storage"] += storage
         if one.error is not None and one.error.code == Status.EXPIRED:
-            lane.missed[_cause(one.ranks)] += 1
+            counts["missed", _cause(one.ranks)] += 1
 
     def left(self, engine: str) -> None:
-        for name, series in self._engines.pop(engine, {}).items():
-            self._engines[""][name].add(series)
+        for kind, counts in self._engines.pop(engine, {}).items():
+            everybody = self._engines[""][kind]
+            for what, number in counts.items():
+                everybody[what] += number
 
-    def counted(self) -> TaskCounts:
+    def counted(self) -> Mapping[str, Mapping[Lane, Counts]]:
         """A copy, for another thread. Without kinds that an engine has had no task of."""
         each = self._engines.items()
-        return {engine: {lane: one.copied() for lane, one in kinds.items()} for engine, kinds in each}
+        return {engine: {lane: one.copy() for lane, one in kinds.items()} for engine, kinds in each}
 
 
-def _no_tasks() -> defaultdict[Lane, Series]:
-    return defaultdict(Series)
+def _no_tasks() -> defaultdict[Lane, defaultdict[tuple[str | int, ...], float]]:
+    return defaultdict(lambda: defaultdict(int))
 
 
 def _cause(ranks: Sequence[RankResult]) -> str:
