@@ -75,7 +75,6 @@ import xxhash
 
 from transferd.blocks.keys import encode_text
 from transferd.blocks.layout.base import BlockLayout
-from transferd.blocks.layout.families import PagesLayout
 from transferd.config import StorageSection
 from transferd.errors import ConfigError, InvariantError
 from transferd.runtime.compat import StrEnum
@@ -435,7 +434,7 @@ ObjectFormat = SealedBlocks | RawPlanes
 def object_format(storage: StorageSection, layout: BlockLayout) -> ObjectFormat:
     """The configured format. Raises ConfigError."""
     if storage.key_schema == "fastdeploy":
-        if isinstance(layout, PagesLayout):
+        if layout.page_bytes:
             what = 'FastDeploy\'s objects are planes of a model; pages need the schema "transferd"'
             raise ConfigError("storage.key_schema", what, storage.key_schema)
         return RawPlanes(layout)

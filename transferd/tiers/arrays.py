@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from transferd.blocks.layout.base import Arena, BlockLayout, Geometry, Segment
-from transferd.blocks.layout.families import PagesLayout
 from transferd.errors import RequestError
 from transferd.runtime.compat import converted
 from transferd.tiers.extents import extent, overlapping
@@ -141,12 +140,12 @@ def locate_offered(layout: BlockLayout, data: Mapping[str, Any], regions: Sequen
 
     Raises RequestError with code `layout_mismatch` that names what does not fit.
     """
-    if not isinstance(layout, PagesLayout):
+    if not layout.page_bytes:
         return locate(layout, data.get("arrays"), regions)
     return _locate_pages(layout, data.get("segments"), regions)
 
 
-def _locate_pages(layout: PagesLayout, said: object, regions: Sequence[Region]) -> Arena:
+def _locate_pages(layout: BlockLayout, said: object, regions: Sequence[Region]) -> Arena:
     segments = converted(said, list[PageSegment], "the handle's segments are malformed", MISMATCH)
     if len(segments) != layout.layers:
         what = f"the handle has {len(segments)} segments; the layout needs {layout.layers}, one per layer"

@@ -35,6 +35,8 @@ from transferd.config import CacheSection
 
 PLANE_ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
+PAGE = "page"  # the plane of opaque bytes
+
 PARTS = 3  # of a block that are sealed on their own: as many as a footer has room for
 
 # Element types by config name, as the numpy type that carries the bytes. numpy has no bfloat16: uint16 stands
@@ -58,6 +60,11 @@ class Plane:
     def nbytes(self) -> int:
         """Bytes of this plane in one block of one layer."""
         return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+
+def page(nbytes: int) -> Plane:
+    """The plane of a layer of pages."""
+    return Plane(PAGE, (nbytes,), "uint8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,11 @@ class Arena:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """A model's KV block on one rank: its content, and its layout in every place."""
+    """A model's KV block on one rank: its content, and its layout in every place.
+
+    page_bytes: of *pages*, opaque bytes for engines that lay out their own KV cache (vLLM, SGLang, LMCache): the size
+        of each layer's only segment. The offer contains the places of pages (tiers/arrays.py). Else empty.
+    """
 
     planes: tuple[Plane, ...]  # in PLANE_ORDER, the same in every layer (of pages: one per size)
     layers: int  # main layers; mtp_layers follow them
@@ -106,6 +117,7 @@ class BlockLayout:
     host_blocks: int
     identity: str  # a text with everything that makes two caches incompatible; its digest is the fingerprint
     windows: bool = False  # device blocks may share bytes
+    page_bytes: tuple[int, ...] = ()
 
     @functools.cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -113,14 +125,10 @@ class BlockLayout:
         segments: list[Segment] = []
         offset = 0
         for layer in range(self.layers + self.mtp_layers):
-            for plane in self.planes_of(layer):
+            for plane in (page(self.page_bytes[layer]),) if self.page_bytes else self.planes:
                 segments.append(Segment(layer, plane, offset))
                 offset += plane.nbytes
         return tuple(segments)
-
-    def planes_of(self, layer: int) -> tuple[Plane, ...]:  # noqa: ARG002 - a layer of pages has a size of its own
-        """The planes of one layer, in order."""
-        return self.planes
 
     @functools.cached_property
     def block_bytes(self) -> int:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from transferd.blocks import fingerprint
-from transferd.blocks.layout.base import BlockLayout, Plane, assemble
+from transferd.blocks.layout.base import BlockLayout, Plane, assemble, page
 from transferd.config import CacheSection
 from transferd.errors import ConfigError
 
@@ -82,33 +81,20 @@ def _quantised(width: int) -> int:
     return width + 4 * (width // QUANT_BLOCK)
 
 
-PLANE = "page"
-
-
-@dataclass(frozen=True)
-class PagesLayout(BlockLayout):
-    """Opaque bytes, for engines that lay out their own KV cache (vLLM, SGLang, LMCache): one segment per layer.
-
-    page_bytes: the page size of each layer. The offer contains the places of pages (tiers/arrays.py). `cache.identity`
-    contains all that makes two caches equal: layout name, element type, attention backend and tokens per block.
-    """
-
-    page_bytes: tuple[int, ...] = ()
-
-    def planes_of(self, layer: int) -> tuple[Plane, ...]:
-        return (_plane(self.page_bytes[layer]),)
-
-
 def pages(cache: CacheSection) -> BlockLayout:
-    """The layout of the configured pages. Raises ConfigError."""
+    """Opaque bytes: one segment per layer. Raises ConfigError.
+
+    `cache.identity` contains all that makes two caches equal: layout name, element type, attention backend and tokens
+    per block.
+    """
     sizes = _sizes(cache)
     if not cache.identity:
         raise ConfigError("cache.identity", "must say what makes two caches of pages equal", cache.identity)
     if cache.mtp_layers:
         raise ConfigError("cache.mtp_layers", "count as layers where attention is pages", cache.mtp_layers)
     said = json.dumps([cache.identity, sizes])  # unambiguous, whatever the engine's text holds
-    return PagesLayout(
-        planes=tuple(dict.fromkeys(map(_plane, sizes))),
+    return BlockLayout(
+        planes=tuple(dict.fromkeys(map(page, sizes))),
         layers=cache.layers,
         mtp_layers=0,
         device_blocks=cache.device_blocks,
@@ -128,10 +114,6 @@ def _sizes(cache: CacheSection) -> list[int]:
     if len(cache.page_bytes) != cache.layers:
         raise ConfigError("cache.page_bytes", f"must have one size per layer ({cache.layers})", len(cache.page_bytes))
     return list(cache.page_bytes)
-
-
-def _plane(nbytes: int) -> Plane:
-    return Plane(PLANE, (nbytes,), "uint8")
 
 
 FAMILIES: dict[str, Callable[[CacheSection], BlockLayout]] = {"gqa": gqa, "mla": mla, "dsa": dsa, "pages": pages}
