@@ -22,7 +22,7 @@ import numpy.typing as npt
 from transferd.errors import ConfigError, TierError
 from transferd.tiers.fastdeploy import segment_name
 from transferd.tiers.owner import check_owner
-from transferd.tiers.paddle import KIND, Operators
+from transferd.tiers.paddle import KIND, FastDeployOperators
 
 _ORDER = ("key", "value", "key_scale", "value_scale", "indexer")
 
@@ -51,7 +51,7 @@ def tensors(caches: Mapping[str, Sequence[npt.NDArray[Any]]], *, float8: bool = 
     return {plane: [tensor(plane, array) for array in layers] for plane, layers in caches.items()}
 
 
-def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = False) -> dict[str, list[Any]]:
+def adopted(handle: Mapping[str, Any], operators: FastDeployOperators, *, float8: bool = False) -> dict[str, list[Any]]:
     """{plane: [one paddle.Tensor per layer]} over device memory that another process published.
 
     handle: {kind, data} as `Client.device_handle` returns it.
@@ -69,7 +69,7 @@ def adopted(handle: Mapping[str, Any], operators: Operators, *, float8: bool = F
     for item in sorted(data["arrays"], key=lambda item: int(item["layer"])):
         plane, shape, dtype = item["plane"], [int(n) for n in item["shape"]], str(item["dtype"])
         width = {"uint8": 1, "uint16": 2, "float16": 2, "float32": 4}[dtype]
-        tensor = operators.adopt(data["names"][item["region"]], [*shape[:-1], shape[-1] * width], "uint8")
+        tensor = operators.adopt(data["names"][item["region"]], [*shape[:-1], shape[-1] * width])
         true = {"uint16": paddle.bfloat16, "float16": paddle.float16, "float32": paddle.float32}.get(dtype)
         if true is None and float8 and plane in ("key", "value"):
             true = paddle.float8_e4m3fn

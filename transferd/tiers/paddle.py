@@ -20,7 +20,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +55,13 @@ class PaddleDeviceTier(DeviceTier):
     attaches = True
 
     def __init__(
-        self, layout: BlockLayout, rank: int, device: int, threads: Threads, *, operators: Operators | None = None
+        self,
+        layout: BlockLayout,
+        rank: int,
+        device: int,
+        threads: Threads,
+        *,
+        operators: FastDeployOperators | None = None,
     ) -> None:
         self.rank = rank
         self.device = device
@@ -158,7 +164,7 @@ class _Tensors:
     Without operators, the memory cannot be shared with other processes. `close` frees or unmaps it.
     """
 
-    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: Operators | None) -> None:
+    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: FastDeployOperators | None) -> None:
         self.arena = Arena(layout.device, 0)
         self._paddle = paddle
         self._layout = layout
@@ -193,7 +199,7 @@ class _Tensors:
         self._adopted = True
         for part, name in zip(self._layout.segments, names_of(self._layout, handle), strict=True):
             shape = [self._layout.device_blocks_of(part.layer), part.nbytes]
-            self._take(self._operators.adopt(name, shape, "uint8"), name)
+            self._take(self._operators.adopt(name, shape), name)
 
     def _take(self, tensor: Any, name: str = "") -> None:
         self._held.append((tensor, name))
@@ -303,16 +309,6 @@ KIND = "fastdeploy_ops"
 ERRORS = (RuntimeError, ValueError, OSError, MemoryError)  # the types that Paddle's own errors have
 
 
-class Operators(Protocol):
-    """Publishes and maps tensors. Paddle's own errors (ERRORS) pass through."""
-
-    def publish(self, tensor: Any, name: str) -> None: ...
-    def adopt(self, name: str, shape: list[int], dtype: str) -> Any: ...
-    def withdraw(self, tensor: Any, name: str, *, adopted: bool) -> None:
-        """Unmap an adopted tensor, or remove the name of a published one."""
-        ...
-
-
 # Paddle has no portable call to share tensors: CUDA, XPU and others each have their own handles. FastDeploy builds one
 # set of operators per device, always under the same names:
 #
@@ -323,7 +319,10 @@ class Operators(Protocol):
 # (FastDeploy, custom_ops/{gpu,xpu}_ops and cache_manager/ops.py.) The objects they write (tiers/fastdeploy.py) contain
 # neither size nor offset, so our handle carries the shapes. Tested with a fake of these operators, not on a device.
 class FastDeployOperators:
-    """The operators of an installed FastDeploy. place: such as "xpu:0" or "gpu:1". Raises TierError without them."""
+    """The operators of an installed FastDeploy, which publish and map tensors. Paddle's errors (ERRORS) pass through.
+
+    place: such as "xpu:0" or "gpu:1". Raises TierError without them.
+    """
 
     def __init__(self, place: str, paddle: Any, *, module: Any = None, directory: Path = DIRECTORY) -> None:
         kind = place.partition(":")[0]
@@ -339,12 +338,14 @@ class FastDeployOperators:
     def publish(self, tensor: Any, name: str) -> None:
         self._module.set_data_ipc(tensor, name)
 
-    def adopt(self, name: str, shape: list[int], dtype: str) -> Any:
+    def adopt(self, name: str, shape: list[int]) -> Any:
+        """A tensor of bytes."""
         if not (self._directory / name).exists():  # the operator would end the process
             raise EngineGone(f"{name} is not published")
-        return self._module.share_external_data(self._paddle.empty([], dtype=dtype), name, shape, *self._use_ipc)
+        return self._module.share_external_data(self._paddle.empty([], dtype="uint8"), name, shape, *self._use_ipc)
 
     def withdraw(self, tensor: Any, name: str, *, adopted: bool) -> None:
+        """Unmap an adopted tensor, or remove the name of a published one."""
         unset = getattr(self._module, "unset_data_ipc", None)
         if unset is not None:
             unset(tensor, name, adopted, not adopted)
