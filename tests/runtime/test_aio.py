@@ -14,6 +14,7 @@ import pytest
 from transferd.errors import InvariantError
 from transferd.runtime.aio import (
     Background,
+    Rest,
     answered,
     at_once,
     begun,
@@ -21,7 +22,6 @@ from transferd.runtime.aio import (
     in_turns,
     is_awaited,
     resolve,
-    resumed,
     run_until_stopped,
     uncancelled,
 )
@@ -33,7 +33,7 @@ Work = Callable[[], Coroutine[Any, Any, str]]
 def begin(work: Coroutine[Any, Any, str]) -> asyncio.Task[str]:
     """Run the first step here, and the rest in a task."""
     waits_for = work.send(None)
-    return asyncio.get_running_loop().create_task(resumed(work, waits_for))
+    return asyncio.ensure_future(Rest(work, waits_for))
 
 
 async def turns() -> str:
@@ -139,7 +139,7 @@ async def test_closing_the_rest_closes_the_coroutine() -> None:
         return "never"
 
     work = tidies()
-    rest = resumed(work, work.send(None))
+    rest = Rest(work, work.send(None)).__await__()
     rest.send(None)
     rest.close()
     assert seen == ["tidied"]
@@ -157,8 +157,7 @@ async def test_a_context_variable_of_the_first_step_holds_in_the_rest() -> None:
         return "ended"
 
     def first() -> None:
-        work = names()
-        tasks.append(loop.create_task(resumed(work, work.send(None))))
+        tasks.append(begin(names()))
 
     tasks: list[asyncio.Task[str]] = []
     loop.call_soon(first, context=context)

@@ -101,14 +101,6 @@ async def is_awaited(call: Awaitable[Any]) -> None:
         raise
 
 
-async def resumed(work: Coroutine[Any, Any, T], waits_for: object) -> T:
-    """The rest of a coroutine that was begun with `send(None)` and then waited. An asyncio task can run it.
-
-    waits_for: what that call returned.
-    """
-    return await Rest(work, waits_for)
-
-
 class Background:
     """Work that may outlive its task: I/O on staging that is still running after the task was answered.
 

@@ -20,7 +20,7 @@ from transferd.control.byte_ranges import WindowGrid
 from transferd.errors import DeviceLost, InvariantError, StillRunning, StorageFull, TransferError
 from transferd.observability.recorder import LONGEST_TEXT
 from transferd.observability.report import LaneReport, RankReport
-from transferd.runtime.aio import resumed
+from transferd.runtime.aio import Rest
 from transferd.runtime.threads import Direction, whose
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, WriteStorageTask
 from transferd.tiers.base import DeviceHandle
@@ -212,7 +212,7 @@ class RankWorker:
             waits_for = run.send(None)
         except StopIteration:
             return
-        self._keep(asyncio.get_running_loop().create_task(resumed(run, waits_for)))
+        self._keep(asyncio.ensure_future(Rest(run, waits_for)))
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._jobs.add(task)
