@@ -97,7 +97,7 @@ MUTANTS = (
     Mutant(
         "a sparse read ends at the first hole",
         "workers/read.py",
-        "        if not task.prefix and prefix < len(stored):",
+        "        if not share.prefix and prefix < len(stored):",
         "        if False:",
     ),
     Mutant(

@@ -43,6 +43,7 @@ class RankContext:
     """One rank's parts. The daemon builds them; the handlers borrow them."""
 
     rank: int
+    object_rank: int  # the rank in object names, counted over all nodes of the group
     layout: BlockLayout
     device: DeviceTier
     host: HostPool | None  # None without a host tier; admission then rejects tasks that need one
@@ -62,21 +63,12 @@ class RankContext:
     engine: str = ""
     claims: Claims = field(default_factory=Claims)  # of all ranks of all engines
     admission: SecondUse | None = None  # chooses which blocks of a write to store; None stores all
-    object_rank: int = -1  # the rank in object names, counted over all nodes of the group; -1: the same as `rank`
     # How many ranks of the engine make or free memory at once: the threads for that are all engines'.
     setting_up: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(sys.maxsize))
-    # Reading every byte of up to this many slots costs less on the loop than a round trip to a thread.
-    cheap_slots: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.object_rank < 0:
-            object.__setattr__(self, "object_rank", self.rank)
-        nbytes = self.format.checked_bytes
-        object.__setattr__(self, "cheap_slots", self.inline_check_bytes // nbytes if nbytes else sys.maxsize)
 
     async def on_slots(self, slots: int, direction: Direction, work: Callable[[], T], what: str) -> T:
         """Do work that reads every byte of so many slots: in a thread, unless a round trip to one costs more."""
-        if slots <= self.cheap_slots:
+        if slots * self.format.checked_bytes <= self.inline_check_bytes:
             return work()
         return await self.threads.run(direction, work, what)
 

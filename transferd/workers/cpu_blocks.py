@@ -23,7 +23,6 @@ from transferd.blocks.layout.base import Arena, Geometry
 from transferd.errors import MemoryLost
 from transferd.runtime.threads import Direction
 from transferd.storage.lent import Lent
-from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.workers.context import RankContext
 from transferd.workers.device_blocks import check
 from transferd.workers.job import Share
@@ -159,11 +158,9 @@ class CpuBlocks:
     """
 
     def __init__(self, share: Share, memory: BlockMemory) -> None:
-        task = share.job.task
-        assert isinstance(task, ReadStorageTask | WriteStorageTask)
         self.lost: MemoryLost | None = None
         self.loan = Loan()
-        self._blocks = task.block_ids
+        self._blocks = share.job.task.block_ids
         self._share = share
         self._memory = memory
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from transferd.blocks.formats import Damage
 from transferd.blocks.layout.base import Geometry
 from transferd.runtime.threads import Direction
-from transferd.tasks import ReadStorageTask, WriteStorageTask
 from transferd.tiers.base import INLINE_BYTES
 from transferd.tiers.hostcopy import copy_runs
 from transferd.workers.job import Share
@@ -30,9 +29,7 @@ class DeviceBlocks:
     """The blocks of one job on one rank. See the module."""
 
     def __init__(self, share: Share) -> None:
-        task = share.job.task
-        assert isinstance(task, ReadStorageTask | WriteStorageTask)
-        self._blocks = task.block_ids
+        self._blocks = share.job.task.block_ids
         self._share = share
 
     async def gather(self, positions: Sequence[int], slots: Sequence[int]) -> bool:

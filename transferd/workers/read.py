@@ -29,7 +29,7 @@ from transferd.blocks.formats import Damage
 from transferd.errors import TransferError
 from transferd.storage.base import FOUND, LEFT, Found, Outcome, Source, slots_for
 from transferd.storage.lru import Use
-from transferd.tasks import RankOutcome, ReadStorageTask
+from transferd.tasks import RankOutcome
 from transferd.workers.context import RankContext
 from transferd.workers.cpu_blocks import BlockDrain, CpuBlocks, CpuMemory
 from transferd.workers.device_blocks import DeviceBlocks, check
@@ -122,8 +122,6 @@ class Reader:
 
     async def _found(self, share: Share, source: Source) -> Sequence[int]:
         """Look up all objects of the task. Returns the positions of those to load, ascending."""
-        task = share.job.task
-        assert isinstance(task, ReadStorageTask)
         stored = share.job.by_run(share.names, source.index.find)
         if stored is None:  # the source has no index: ask it
             levels = source.levels
@@ -134,9 +132,9 @@ class Reader:
             stored = asked.result()
         prefix = leading(stored)
         found: Sequence[int] = range(prefix)
-        if not task.prefix and prefix < len(stored):  # a sparse read continues after missing blocks
+        if not share.prefix and prefix < len(stored):  # a sparse read continues after missing blocks
             found = [i for i, there in enumerate(stored) if there]
-        self.missed += task.blocks - len(found)
+        self.missed += share.job.blocks - len(found)
         share.step("found", len(found))
         return found
 
