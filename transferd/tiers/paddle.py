@@ -45,9 +45,12 @@ Int64s = npt.NDArray[np.int64]
 
 
 class PaddleDeviceTier(DeviceTier):
-    """One rank's blocks as paddle tensors on a device. Owns the tensors and their memory from `open` or `attach` on.
+    """One rank's blocks as paddle tensors on a device, one for each segment.
 
-    operators: share the tensors; default: those of an installed FastDeploy, or no sharing without one.
+    Owns the tensors and their memory from `open` or `attach` on: Paddle has allocated them, and operators published
+    them, or they were adopted from another process. Without operators, no other process can share the memory.
+
+    operators: default: those of an installed FastDeploy, or no sharing without one.
     Raises ConfigError if paddle is not installed.
     """
 
@@ -73,7 +76,12 @@ class PaddleDeviceTier(DeviceTier):
         if operators is None:
             with contextlib.suppress(TierError):
                 self._operators = FastDeployOperators(self.place, self._paddle)
-        self._memory: _Tensors | None = None
+        self._arena = Arena(layout.device, 0)
+        self._tensors: list[Any] = []  # of the widest type; empty unless it is open
+        self._held: list[tuple[Any, str]] = []  # the same memory, as bytes, and the names under which operators know it
+        self._adopted = False
+        self._most = max(1, PIECE_BYTES // layout.block_bytes)
+        self._packed = layout.packed(self._most, layout.block_bytes)
 
     @classmethod
     def configured(
@@ -87,57 +95,58 @@ class PaddleDeviceTier(DeviceTier):
     @property
     def arena(self) -> Arena:
         """The blocks' location. It has no real addresses: offsets only identify arrays."""
-        return self._opened.arena
+        self._check_open()
+        return self._arena
 
     async def open(self) -> None:
-        await self._make(lambda memory: memory.create(self.rank, self.device))
+        await self._make(self._create)
 
     async def attach(self, handle: DeviceHandle) -> None:
-        await self._make(lambda memory: memory.adopt(handle))
+        await self._make(lambda: self._adopt(handle))
 
     async def copy_out(self, plan: CopyPlan, host: HostMemory) -> None:
-        memory = self._opened
-        await self._copy(Direction.OUT, plan, lambda moves: memory.gather(moves, host.address))
+        await self._copy(Direction.OUT, plan, lambda moves: self._gather(moves, host.address))
 
     async def copy_in(self, plan: CopyPlan, host: HostMemory) -> None:
-        memory = self._opened
-        await self._copy(Direction.IN, plan, lambda moves: memory.scatter(moves, host.address))
+        await self._copy(Direction.IN, plan, lambda moves: self._scatter(moves, host.address))
 
     def handle(self) -> DeviceHandle:
         """What FastDeploy's operators have published."""
-        return self._opened.handle()
+        self._check_open()
+        if self._adopted or self._operators is None:
+            raise TierError(f"memory of {self.place} cannot be shared with another process without operators for it")
+        return handle_of(self._layout, self.rank, self.device, self.place)
 
     def extents(self) -> Extents:
-        return self._opened.extents()
+        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
+        self._check_open()
+        made: list[Extent] = []
+        for tensor, name in self._held:
+            start = int(tensor.data_ptr())
+            made += [Extent(self.place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
+        return Extents(made)
 
     async def close(self) -> None:
-        memory = self._memory
-        if memory is not None:
-            closing = self._threads.run(Direction.SETUP, memory.close, f"freeing memory of rank {self.rank}")
-            self._memory = None
-            await closing
+        if self._tensors:
+            await self._threads.run(Direction.SETUP, self._free, f"freeing memory of rank {self.rank}")
 
     def statistics(self) -> dict[str, Any]:
-        return {"bytes": self._layout.device.extent, "open": self._memory is not None, "place": self.place}
+        return {"bytes": self._layout.device.extent, "open": bool(self._tensors), "place": self.place}
 
-    @property
-    def _opened(self) -> _Tensors:
-        if self._memory is None:
+    def _check_open(self) -> None:
+        if not self._tensors:
             raise TierError(f"the device memory of rank {self.rank} is not open")
-        return self._memory
 
-    async def _make(self, fill: Callable[[_Tensors], None]) -> None:
-        if self._memory is not None:
+    async def _make(self, fill: Callable[[], None]) -> None:
+        if self._tensors:
             raise TierError(f"the device memory of rank {self.rank} is already open")
 
         def make() -> None:
-            memory = _Tensors(self._paddle, self._layout, self.place, self._operators)
             try:
-                fill(memory)
+                fill()
             except BaseException:
-                memory.close()
+                self._free()
                 raise
-            self._memory = memory  # here: if the caller is cancelled meanwhile, only `close` can free it
 
         try:
             await self._threads.run(Direction.SETUP, make, f"making or mapping memory of rank {self.rank}")
@@ -146,6 +155,7 @@ class PaddleDeviceTier(DeviceTier):
             raise TierError(f"{what}: {_line(error)}") from error
 
     async def _copy(self, direction: Direction, plan: CopyPlan, work: Callable[[Moves], None]) -> None:
+        self._check_open()
         if not plan.nbytes:
             return
         moves = plan.moves
@@ -157,44 +167,26 @@ class PaddleDeviceTier(DeviceTier):
         except ERRORS as error:
             raise TierError(f"rank {self.rank}: a copy on {self.place} failed: {_line(error)}") from error
 
+    # --- in a thread --------------------------------------------------------------------------------
 
-class _Tensors:
-    """A tensor for each segment: allocated by Paddle and published by operators, or adopted from another process.
-
-    Without operators, the memory cannot be shared with other processes. `close` frees or unmaps it.
-    """
-
-    def __init__(self, paddle: Any, layout: BlockLayout, place: str, operators: FastDeployOperators | None) -> None:
-        self.arena = Arena(layout.device, 0)
-        self._paddle = paddle
-        self._layout = layout
-        self._place = place
-        self._operators = operators
-        self._tensors: list[Any] = []  # of the widest type
-        self._held: list[tuple[Any, str]] = []  # the same memory, as bytes, and the names under which operators know it
-        self._published: tuple[int, int] | None = None  # rank, device
-        self._adopted = False
-        self._most = max(1, PIECE_BYTES // layout.block_bytes)
-        self._packed = layout.packed(self._most, layout.block_bytes)
-
-    def create(self, rank: int, device: int) -> None:
+    def _create(self) -> None:
         """Allocate zeroed tensors and publish them. Raises Paddle's own errors."""
+        self._adopted = False
         for part in self._layout.segments:
             zeros = np.zeros((self._layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
-            self._take(self._paddle.to_tensor(zeros, place=self._place))
+            self._take(self._paddle.to_tensor(zeros, place=self.place))
         if self._operators is None:
             return
-        names = handle_of(self._layout, rank, device, self._place).data["names"]
+        names = handle_of(self._layout, self.rank, self.device, self.place).data["names"]
         for number, name in enumerate(names):
             tensor, _ = self._held[number]
             self._operators.publish(tensor, name)
             self._held[number] = (tensor, name)
-        self._published = (rank, device)
 
-    def adopt(self, handle: DeviceHandle) -> None:
+    def _adopt(self, handle: DeviceHandle) -> None:
         """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
         if handle.kind != KIND or self._operators is None:
-            what = f"attaching memory of {self._place} needs FastDeploy's operators and a handle of kind {KIND!r}"
+            what = f"attaching memory of {self.place} needs FastDeploy's operators and a handle of kind {KIND!r}"
             raise TierError(f"{what}; this one is of kind {handle.kind[:40]!r}")
         self._adopted = True
         for part, name in zip(self._layout.segments, names_of(self._layout, handle), strict=True):
@@ -203,31 +195,19 @@ class _Tensors:
 
     def _take(self, tensor: Any, name: str = "") -> None:
         self._held.append((tensor, name))
-        wide = tensor.view(_element(self._layout, self.arena))
+        wide = tensor.view(_element(self._layout, self._arena))
         shares = wide.data_ptr() == tensor.data_ptr()  # False on devices where a view is a copy
         self._tensors.append(wide if shares else tensor)
 
-    def handle(self) -> DeviceHandle:
-        if self._published is None:
-            raise TierError(f"memory of {self._place} cannot be shared with another process without operators for it")
-        return handle_of(self._layout, *self._published, self._place)
-
-    def extents(self) -> Extents:
-        """Each tensor's extent twice: by address, and by name for drivers that map one allocation at two addresses."""
-        made: list[Extent] = []
-        for tensor, name in self._held:
-            start = int(tensor.data_ptr())
-            made += [Extent(self._place, start, int(tensor.size)), Extent(("published", name), 0, 1)]
-        return Extents(made)
-
-    def close(self) -> None:
+    def _free(self) -> None:
+        """Free or unmap the tensors."""
         self._tensors.clear()
         held, self._held = self._held, []
         for tensor, name in held:
             if self._operators is not None and name:
                 self._operators.withdraw(tensor, name, adopted=self._adopted)
 
-    def gather(self, moves: Moves, host_address: int) -> None:
+    def _gather(self, moves: Moves, host_address: int) -> None:
         """Blocks → host memory. Returns when the last byte is there."""
         for rows, host_ids in self._pieces(moves.source_ids, moves.target_ids):
             index = self._to_device(rows)
@@ -236,7 +216,7 @@ class _Tensors:
             out = plan_copy(self._packed, range(len(rows)), moves.target, host_ids.tolist())
             copy_runs(packed.data_ptr(), host_address, out.runs)
 
-    def scatter(self, moves: Moves, host_address: int) -> None:
+    def _scatter(self, moves: Moves, host_address: int) -> None:
         """Host memory → blocks. Returns when the device has every byte."""
         widths = [tensor.shape[1] for tensor in self._tensors]
         element = str(self._tensors[0].dtype).removeprefix("paddle.")
@@ -250,8 +230,8 @@ class _Tensors:
                     self._paddle.scatter_(tensor, index, part, overwrite=True)
                 else:
                     self._paddle.index_put_(tensor, (index,), part)
-        if self._place != "cpu":
-            self._paddle.device.synchronize(self._place)
+        if self.place != "cpu":
+            self._paddle.device.synchronize(self.place)
 
     def _to_device(self, array: npt.NDArray[Any]) -> Any:
         tensor = self._paddle.utils.dlpack.from_dlpack(array)
