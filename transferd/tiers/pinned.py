@@ -120,16 +120,10 @@ class HostRegion:
         except (OSError, ValueError) as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
         self._anchor = (ctypes.c_char * self.nbytes).from_buffer(self._map)
-        address = ctypes.addressof(self._anchor)
-        try:
-            self._populate(address)
-        except BaseException:
-            del self._anchor
-            self._map.close()
-            raise
         self.view = memoryview(self._map)
-        self._address = address
+        self._address = ctypes.addressof(self._anchor)
         try:
+            self._populate(self._address)
             self._pin()
         except BaseException:
             with contextlib.suppress(TierError):  # the first error is the one to raise
