@@ -106,13 +106,10 @@ class Traces:
         return TracesReport(exported=self.exported, dropped=self.dropped, failed=self.failed)
 
     def _run(self, spans: SpanMaker) -> None:
-        while not self._closing.is_set():
-            with contextlib.suppress(queue.Empty):
-                first = self._queue.get(timeout=GATHER_S)
-                if self._queue.qsize() < BATCH:
-                    self._closing.wait(GATHER_S)
-                self._export(spans, [first, *self._waiting(BATCH - 1)])
-        self._export(spans, list(self._waiting(MAX_WAITING)))
+        closing = False
+        while not closing:
+            closing = self._closing.wait(0.0 if self._queue.qsize() >= BATCH else GATHER_S)
+            self._export(spans, list(self._waiting(MAX_WAITING if closing else BATCH)))
 
     def _waiting(self, most: int) -> Iterable[_Answered]:
         with contextlib.suppress(queue.Empty):
