@@ -36,8 +36,8 @@ def test_a_result_comes_back_as_it_was_kept_with_what_it_answered() -> None:
     kept = memory.recall("t", 5.0)
     assert kept is not None
     assert (kept.result, kept.content, kept.memory_epoch, kept.expires) == (whole, 17, 3, 15.0)
-    assert "t" in memory
-    assert "u" not in memory
+    assert "t" in memory._kept
+    assert "u" not in memory._kept
     assert memory.recall("u", 5.0) is None
 
 
@@ -45,7 +45,7 @@ def test_a_result_is_forgotten_in_the_moment_its_time_is_over() -> None:
     memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(14.999)
-    assert "t" in memory
+    assert "t" in memory._kept
     memory.forget(15.0)
     assert len(memory) == 0
     assert memory.nbytes == 0
@@ -62,7 +62,7 @@ def test_a_result_that_expired_long_ago_is_dropped() -> None:
     memory = ResultCache(ttl=10.0, most=5, most_bytes=10**6)
     memory.keep(result("t"), 0, 0, 5.0)
     memory.forget(1000.0)
-    assert "t" not in memory
+    assert "t" not in memory._kept
 
 
 def test_an_id_that_is_kept_again_once_its_result_expired_counts_once_and_is_the_newest() -> None:
@@ -72,7 +72,7 @@ def test_an_id_that_is_kept_again_once_its_result_expired_counts_once_and_is_the
     memory.keep(result("t"), 0, 0, 10.0)
     assert memory.nbytes == size_of(result("t")) + size_of(result("u"))
     memory.forget(15.0)
-    assert ("t" in memory, "u" in memory) == (True, False)
+    assert ("t" in memory._kept, "u" in memory._kept) == (True, False)
     memory.forget(20.0)
     assert (len(memory), memory.nbytes) == (0, 0)
 
@@ -81,7 +81,7 @@ def test_past_the_number_allowed_the_oldest_leaves() -> None:
     memory = ResultCache(ttl=10.0, most=2, most_bytes=10**6)
     for task_id in "abc":
         memory.keep(result(task_id), 0, 0, 0.0)
-    assert [task_id in memory for task_id in "abc"] == [False, True, True]
+    assert [task_id in memory._kept for task_id in "abc"] == [False, True, True]
     assert len(memory) == 2
 
 
@@ -92,7 +92,7 @@ def test_beyond_the_bound_in_bytes_the_oldest_results_leave() -> None:
     memory.keep(result("b"), 0, 0, 0.0)
     assert (len(memory), memory.nbytes) == (2, 2 * size)
     memory.keep(result("c"), 0, 0, 0.0)
-    assert [task_id in memory for task_id in "abc"] == [False, True, True]
+    assert [task_id in memory._kept for task_id in "abc"] == [False, True, True]
     assert memory.nbytes == 2 * size
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.dispatch import touching
+from tests.support.dispatch import is_idle, touching
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.order import EDGE_BYTES, Claim, HazardTable
 from transferd.errors import RequestError
@@ -89,12 +89,12 @@ def test_a_cancelled_claim_of_another_engine_holds_its_place_until_what_it_waits
     behind = enter(one, "behind", device_reads=[0])
     assert not behind.ready
     assert other.leave(cancelled) == []
-    assert not other.idle, "it is still there"
+    assert not is_idle(other), "it is still there"
     assert one.leave(running) == [behind]
-    assert other.idle
+    assert is_idle(other)
     one.leave(behind)
-    assert one.idle
-    assert not len(ranges)
+    assert is_idle(one)
+    assert not ranges._claims
 
 
 def test_targets_of_one_task_that_share_a_byte_are_refused_by_name() -> None:
@@ -222,8 +222,8 @@ def test_a_claim_is_ready_exactly_when_no_earlier_claim_with_its_bytes_holds_its
         assert {claim.owner for claim in became if claim.owner in live} == now - before, (
             "each is named once it is ready"
         )
-    assert all(table.idle for table in tables)
-    assert not len(ranges)
+    assert all(is_idle(table) for table in tables)
+    assert not ranges._claims
     assert not ranges._tables
 
 

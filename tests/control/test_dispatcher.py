@@ -643,7 +643,7 @@ def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
     for i in range(1000):
         desk.submit(write(f"w{i}", 1, timeout=1e4))
         desk.finish(f"w{i}")
-    assert len(desk.dispatcher._alarms) < 200
+    assert len(desk.dispatcher._alarms._heap) < 200
 
 
 def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:

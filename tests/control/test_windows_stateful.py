@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.support.dispatch import check_dispatcher, limits, state_of
+from tests.support.dispatch import check_dispatcher, is_idle, limits, state_of
 from transferd.control import instructions as do
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
@@ -216,7 +216,7 @@ class WindowsMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_books_agree(self) -> None:
-        assert len(self.ranges) == len(self.places)
+        assert len(self.ranges._claims) == len(self.places)
         for dispatcher in self.dispatchers:
             if not dispatcher.empty:  # else a cancelled task of it may wait for another engine's
                 check_dispatcher(dispatcher)
@@ -227,8 +227,8 @@ class WindowsMachine(RuleBasedStateMachine):
         while touched := self.touched():
             self.end(touched[0])
         assert not self.places, "nothing waits for ever"
-        assert all(dispatcher.empty and dispatcher.hazards.idle for dispatcher in self.dispatchers)
-        assert not len(self.ranges)
+        assert all(dispatcher.empty and is_idle(dispatcher.hazards) for dispatcher in self.dispatchers)
+        assert not self.ranges._claims
         assert not self.ranges._tables
 
 

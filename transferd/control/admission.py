@@ -313,8 +313,5 @@ class ResultCache:
         self._kept.clear()
         self.nbytes = 0
 
-    def __contains__(self, task_id: object) -> bool:
-        return task_id in self._kept
-
     def __len__(self) -> int:
         return len(self._kept)

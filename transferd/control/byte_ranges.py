@@ -95,9 +95,6 @@ class ByteRanges(Generic[T]):
             else:
                 del self._tables[memory]
 
-    def __len__(self) -> int:
-        return len(self._claims)
-
 
 def _touching(table: _Table, ours: _Table) -> list[int]:
     """The numbers of the claims with a row that shares a byte with one of ours. Ours are ascending and apart."""

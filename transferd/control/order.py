@@ -94,7 +94,6 @@ class HazardTable:
         self.notify: Callable[[Claim], None] | None = None
         self._ranges: ByteRanges[Claim] = ByteRanges() if ranges is None else ranges
         self._uses: dict[str, dict[Hashable, _BlockUse]] = {DEVICE: {}, HOST: {}, STORAGE: {}, PATHS: {}}
-        self._claims = 0
         self.nbytes = 0  # of all claims, abandoned ones included
 
     def enter(self, owner: object, footprint: Footprint, nbytes: int = 0) -> Claim:
@@ -120,7 +119,6 @@ class HazardTable:
         claim.blockers = len(blockers)
         for blocker in blockers:
             blocker.dependents.append(claim)
-        self._claims += 1
         self.nbytes += claim.nbytes
         return claim
 
@@ -179,14 +177,6 @@ class HazardTable:
                 what = f"blocks {both[0]} and {both[1]} share bytes: windows of {grid.nbytes}, {grid.stride} apart"
                 raise RequestError(f"gpu_block_ids: {what}", code="duplicate_id")
 
-    def __len__(self) -> int:
-        return self._claims
-
-    @property
-    def idle(self) -> bool:
-        """No claim is left, not even an abandoned one."""
-        return not (self._claims or self.nbytes or any(self._uses.values()))
-
     def forget(self, claim: Claim) -> None:
         """Take out a claim of this table whose blockers have left. Only `leave` calls it, of any table."""
         if claim.grids:
@@ -205,7 +195,6 @@ class HazardTable:
                 use.readers.pop(claim, None)
                 if use.writer is None and not use.readers:
                     del uses[block]
-        self._claims -= 1
         self.nbytes -= claim.nbytes
 
 
@@ -342,9 +331,6 @@ class Alarms(Generic[T]):
         while self._heap and self._over(self._heap[0][2]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
 
 class State(StrEnum):
