@@ -171,17 +171,14 @@ class PaddleDeviceTier(DeviceTier):
 
     def _create(self) -> None:
         """Allocate zeroed tensors and publish them. Raises Paddle's own errors."""
-        self._adopted = False
+        self._adopted, name = False, ""
         for part in self._layout.segments:
             zeros = np.zeros((self._layout.device_blocks_of(part.layer), part.nbytes), dtype=np.uint8)
-            self._take(self._paddle.to_tensor(zeros, place=self.place))
-        if self._operators is None:
-            return
-        names = handle_of(self._layout, self.rank, self.device, self.place).data["names"]
-        for number, name in enumerate(names):
-            tensor, _ = self._held[number]
-            self._operators.publish(tensor, name)
-            self._held[number] = (tensor, name)
+            tensor = self._paddle.to_tensor(zeros, place=self.place)
+            if self._operators is not None:
+                name = segment_name(part.plane.name, part.layer, self.rank, self.device)
+                self._operators.publish(tensor, name)
+            self._take(tensor, name)
 
     def _adopt(self, handle: DeviceHandle) -> None:
         """Adopt the tensors that a handle names. Raises RequestError, TierError, and Paddle's own errors."""
@@ -193,7 +190,7 @@ class PaddleDeviceTier(DeviceTier):
             shape = [self._layout.device_blocks_of(part.layer), part.nbytes]
             self._take(self._operators.adopt(name, shape), name)
 
-    def _take(self, tensor: Any, name: str = "") -> None:
+    def _take(self, tensor: Any, name: str) -> None:
         self._held.append((tensor, name))
         wide = tensor.view(_element(self._layout, self._arena))
         shares = wide.data_ptr() == tensor.data_ptr()  # False on devices where a view is a copy
