@@ -205,9 +205,8 @@ SHORTEST_S = 1e-6
 
 @dataclass(slots=True)
 class _Count:
-    """Tasks that ended: how many, their bytes, and how many by the bucket of a time."""
+    """Tasks that ended: their bytes, and how many by the bucket of a time."""
 
-    tasks: int = 0
     nbytes: int = 0
     times: Counter[int] = field(default_factory=Counter)  # from admission to answer
     waits: Counter[int] = field(default_factory=Counter)  # of those that waited for storage: their waits
@@ -231,7 +230,6 @@ class _Lately:
         minute = self.minute
         while self.slots and self.slots[0][0] <= last:
             _, gone = self.slots.popleft()
-            minute.tasks -= gone.tasks
             minute.nbytes -= gone.nbytes
             minute.times -= gone.times
             minute.waits -= gone.waits
@@ -264,7 +262,6 @@ class Windows:
             series.forget(second - LONG_S)
             slots.append((second, _Count()))
         for count in (slots[-1][1], series.minute):
-            count.tasks += 1
             count.nbytes += one.nbytes
             count.times[time] = count.times.get(time, 0) + 1  # faster than +=
             if wait is not None:
@@ -290,13 +287,13 @@ class Windows:
         for series in chosen:
             for second, count in itertools.islice(reversed(series.slots), SHORT_S):
                 if second > int(now) - SHORT_S:
-                    tasks += count.tasks
+                    tasks += count.times.total()
                     nbytes += count.nbytes
         minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times = _together([minute.times for minute in minutes])
         recent.tasks_per_s, recent.bytes_per_s = tasks / short_s, nbytes / short_s
-        recent.tasks_per_s_1min = sum([minute.tasks for minute in minutes]) / long_s
+        recent.tasks_per_s_1min = times.total() / long_s
         recent.bytes_per_s_1min = sum([minute.nbytes for minute in minutes]) / long_s
         recent.p50_s, recent.p99_s = quantile(times, 0.5), quantile(times, 0.99)
         return recent
@@ -332,7 +329,7 @@ def _bucket(seconds: float) -> int:
 _FIRST = math.floor(PER_OCTAVE * math.log2(SHORTEST_S))
 
 
-def _together(each: Sequence[Mapping[int, int]]) -> Mapping[int, int]:
+def _together(each: Sequence[Counter[int]]) -> Counter[int]:
     if len(each) == 1:
         return each[0]
     total: Counter[int] = Counter()
