@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from tests.support.page_cache import forget, tells_what_it_has
 from transferd.adapters.common import read_leases
 from transferd.adapters.common.read_leases import ReadLeases, WarmReaders
-from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal
 from transferd.storage import file_io
 from transferd.storage.paths import path_of
 from transferd.wire.answers import BlockPlaces, StoreDirectory
@@ -48,7 +48,9 @@ def stored(directory: Path, payload: bytes = PAYLOAD, key: str = "k", **other: A
     namer = ObjectNamer(said.model, said.fingerprint)
     (name,) = namer.names(said.generation, namer.ids(["k"]), said.rank)
     about: dict[str, Any] = {name: getattr(said, name) for name in ("model", "fingerprint", "generation", "rank")}
-    (stamp,) = stamps(namer.ids([key]), **(about | other))
+    about |= other
+    footer = ObjectNamer(about["model"], about["fingerprint"])
+    (stamp,) = footer.stamps(about["generation"], footer.ids([key]), about["rank"])
     slot = bytearray(payload) + bytes(FOOTER_BYTES)
     seal(memoryview(slot), len(payload), stamp)
     path = directory / path_of(name)

@@ -17,7 +17,6 @@ from transferd.blocks.formats import (
     SealedBlocks,
     key_digest,
     object_format,
-    stamps,
 )
 from transferd.blocks.layout import BlockLayout, build_layout
 from transferd.config import Config, from_tree
@@ -103,7 +102,7 @@ def test_a_block_without_an_id_of_its_own_is_a_bug() -> None:
 
 def test_what_ranks_and_threads_share_does_not_change() -> None:
     sealed, _ = formats(CACHES[0])
-    [stamp] = stamps(sealed.ids(["a"]), model="m", fingerprint="f", generation="g", rank=0)
+    [stamp] = ObjectNamer("m", "f").stamps("g", sealed.ids(["a"]), 0)
     for shared, name in ((sealed.parts[0], "start"), (stamp, "rank")):
         with pytest.raises(AttributeError):
             setattr(shared, name, 7)

@@ -22,7 +22,6 @@ from transferd.blocks.formats import (
     key_digest,
     seal,
     stamp_of_name,
-    stamps,
 )
 from transferd.errors import InvariantError
 
@@ -32,7 +31,7 @@ PAYLOAD = 1000
 def stamp(
     key: str = "k", *, model: str = "demo", fingerprint: str = "f0", generation: str = "", rank: int = 0
 ) -> Stamp:
-    return stamps([key_digest(key)], model=model, fingerprint=fingerprint, generation=generation, rank=rank)[0]
+    return ObjectNamer(model, fingerprint).stamps(generation, [key_digest(key)], rank)[0]
 
 
 def sealed(payload_bytes: int = PAYLOAD, room: int = 0, mark: Stamp | None = None) -> bytearray:

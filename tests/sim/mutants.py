@@ -139,7 +139,7 @@ MUTANTS = (
     Mutant(
         "the footer is not checked",
         "blocks/formats.py",
-        "        return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]",
+        "        return [check(slot, self.checked_bytes, mark) for slot, mark in zip(slots, marks, strict=True)]",
         "        return [None for _ in slots]",
     ),
     Mutant(

@@ -20,7 +20,7 @@ import pytest
 
 from tests.storage.harness import Harness, Open, file_config
 from tests.support.waits import until
-from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, check, key_digest, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, check, key_digest
 from transferd.config import FileStorageSection, StorageSection
 from transferd.config.size import Capacities
 from transferd.errors import ConfigError, StorageError, StorageFull
@@ -237,7 +237,7 @@ async def test_writes_beside_removals_of_the_last_object_in_their_directory_neve
 
 KILLED_WRITER = """
 import asyncio, sys
-from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, key_digest, seal
 from transferd.config import FileStorageSection, Size
 from transferd.storage.base import Blob
 from transferd.storage.file import FileStorage
@@ -252,7 +252,7 @@ async def main(path, payload, first):
             key = f"{number}"
             digest = key_digest(key)
             slot = memoryview(bytearray(digest.encode() * (payload // 40 + 1))[:payload] + bytes(FOOTER_BYTES))
-            [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
+            [stamp] = ObjectNamer("demo", "f0").stamps("g", [digest], 0)
             seal(slot, payload, stamp)
             [outcome] = await put(storage, [Blob(namer.names("g", [digest], 0)[0], slot)])
             print(key, outcome.found.value, flush=True)
@@ -303,7 +303,7 @@ async def test_after_kill_9_during_writes_every_object_is_right_or_missing(open_
             assert outcome in (FOUND, MISSING)
             assert outcome == FOUND or key not in stored
             if outcome == FOUND:
-                [stamp] = stamps([digest], model="demo", fingerprint="f0", generation="g", rank=0)
+                [stamp] = ObjectNamer("demo", "f0").stamps("g", [digest], 0)
                 assert check(memoryview(data), payload, stamp) is None
                 assert data[:40].decode() == digest
             store.reuse_memory()

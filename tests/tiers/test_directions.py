@@ -20,7 +20,7 @@ import pytest
 from tests.support.blobs import get, put
 from tests.support.cuda.shim import compiler
 from tests.support.cuda.tier import attach_arrays as attach_fake_cuda
-from transferd.blocks.formats import FOOTER_BYTES, check, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, check, seal
 from transferd.blocks.layout.base import PLANE_ORDER
 from transferd.config import CacheSection, Config, ServerSection, Size, StorageSection
 from transferd.config.sections import HostSection, MetricsSection
@@ -109,13 +109,8 @@ class Rig:
 
     def stamp_of(self, rank: int, key: str) -> Any:
         config = self.daemon.config.storage
-        return stamps(
-            self.daemon.default.objects.ids([key]),
-            model=config.model,
-            fingerprint=self.layout.fingerprint,
-            generation=config.generation,
-            rank=rank,
-        )[0]
+        namer = ObjectNamer(config.model, self.layout.fingerprint)
+        return namer.stamps(config.generation, namer.ids([key]), rank)[0]
 
     def name_of(self, rank: int, key: str) -> str:
         objects = self.daemon.default.objects

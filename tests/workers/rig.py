@@ -14,7 +14,7 @@ from tests.support.simulation.device import SimDevice
 from tests.support.simulation.memory import MemoryWatch
 from tests.support.simulation.storage import SimStorage
 from tests.support.simulation.threads import SimThreads
-from transferd.blocks.formats import FOOTER_BYTES, check, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, check
 from transferd.blocks.layout import build_layout
 from transferd.blocks.layout.base import BlockLayout, Geometry, align
 from transferd.config import CacheSection, Config, from_tree
@@ -183,13 +183,8 @@ class Rig:
     def stored(self, key: str) -> bytes:
         """The payload of a stored object, whose footer says that it is this key's."""
         slot = bytearray(self.sim_storage.objects[self.name(key)])
-        stamp = stamps(
-            self.format.ids([key]),
-            model=MODEL,
-            fingerprint=self.layout.fingerprint,
-            generation=GENERATION,
-            rank=self.worker.rank,
-        )[0]
+        namer = ObjectNamer(MODEL, self.layout.fingerprint)
+        (stamp,) = namer.stamps(GENERATION, namer.ids([key]), self.worker.rank)
         nbytes = self.layout.block_bytes
         assert check(memoryview(slot), nbytes, stamp) is None
         assert len(slot) == nbytes + FOOTER_BYTES

@@ -9,7 +9,7 @@ import pytest
 
 from tests.workers.rig import KEYS, SOURCE, TARGET, Rig, blocks, layout_of, read, until, write
 from tests.workers.test_in_place import Warm
-from transferd.blocks.formats import FOOTER_BYTES, seal, stamps
+from transferd.blocks.formats import FOOTER_BYTES, ObjectNamer, seal
 from transferd.storage.base import MISSING, Drainer, Item, Outcome
 from transferd.tasks import RankOutcome, ReadStorageTask, Stop
 from transferd.workers import read as read_module
@@ -172,9 +172,7 @@ async def test_a_block_that_the_engine_may_be_reading_is_not_loaded_again(rig: R
 @pytest.mark.parametrize("prefix", [True, False])
 async def test_objects_without_seals_of_parts_are_loaded_whole(rig: Rig, storage: Warm, prefix: bool) -> None:
     """As versions before this one have stored them; one of them is enough."""
-    stamp = stamps(
-        rig.format.ids(["k4"]), model="m", fingerprint=LAYOUT.fingerprint, generation="g", rank=rig.worker.rank
-    )[0]
+    (stamp,) = ObjectNamer("m", LAYOUT.fingerprint).stamps("g", rig.format.ids(["k4"]), rig.worker.rank)
     old = bytearray(storage.objects[rig.name("k4")])
     seal(memoryview(old), LAYOUT.block_bytes, stamp)
     assert old != storage.objects[rig.name("k4")]

@@ -108,7 +108,6 @@ class ObjectNamer:
         self.model = model
         self.fingerprint = fingerprint
         self.space = f"{quote_part(model)}/{quote_part(fingerprint)}"
-        self._space = f"{self.space}/"
 
     def ids(self, keys: Iterable[str]) -> list[str]:
         """The `key_digest` of each key. They are the same on every rank: compute them once per task."""
@@ -116,18 +115,23 @@ class ObjectNamer:
 
     def names(self, generation: str, ids: Iterable[str], rank: int) -> list[str]:
         """The names of one rank's objects, in the order of their keys' `ids`; about 0.1 µs each."""
-        head = f"{self._space}{quote_part(generation)}/"
+        head = f"{self.space}/{quote_part(generation)}/"
         tail = f"/{rank}"
         return [head + digest + tail for digest in ids]
 
+    def stamps(self, generation: str, ids: Iterable[str], rank: int) -> list[Stamp]:
+        """The stamps of these objects, in order."""
+        common = _text_digest(generation), _text_digest(self.fingerprint), _text_digest(self.model), rank
+        return [Stamp(bytes.fromhex(digest), *common) for digest in ids]
+
     def id_of(self, generation: str, name: str) -> str | None:
         """The digest in the name of an object of this generation and any rank; None for any other name."""
-        head = f"{self._space}{quote_part(generation)}/"
+        head = f"{self.space}/{quote_part(generation)}/"
         return name[len(head) :].partition("/")[0] if name.startswith(head) else None
 
     def owns(self, name: str) -> bool:
         """Whether it is the name of an object of this model and layout, in any generation."""
-        return name.startswith(self._space)
+        return name.startswith(f"{self.space}/")
 
 
 @functools.lru_cache(maxsize=64)
@@ -191,12 +195,6 @@ class Stamp(msgspec.Struct, frozen=True, gc=False):
     fingerprint: bytes  # 16
     model: bytes  # 16
     rank: int
-
-
-def stamps(digests: Iterable[str], *, model: str, fingerprint: str, generation: str, rank: int) -> list[Stamp]:
-    """One Stamp per key digest (hex, from `ObjectNamer.ids`), in order."""
-    common = _text_digest(generation), _text_digest(fingerprint), _text_digest(model), rank
-    return [Stamp(bytes.fromhex(digest), *common) for digest in digests]
 
 
 def seal(slot: memoryview, payload_bytes: int, stamp: Stamp) -> None:
@@ -347,12 +345,10 @@ class SealedBlocks(ObjectNamer):
 
     def __init__(self, model: str, layout: BlockLayout) -> None:
         super().__init__(model, layout.fingerprint)
-        self._payload = layout.block_bytes
         self.slot_bytes = layout.block_bytes + FOOTER_BYTES
         self.parts: tuple[ObjectPart, ...] = (ObjectPart("", 0, self.slot_bytes),)
         self.offsets = np.array([segment.offset for segment in layout.segments], dtype=np.int64)
         self.checked_bytes = layout.block_bytes
-        self._stamps = functools.partial(stamps, model=self.model, fingerprint=self.fingerprint)
 
     def possible(self, name: str, nbytes: int) -> bool:
         """Whether an object of this name could have this length. Most names do not determine the length."""
@@ -360,22 +356,22 @@ class SealedBlocks(ObjectNamer):
 
     def seal(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> None:
         """Complete slots that hold packed blocks, so that `check` can later prove them intact."""
-        for slot, mark in zip(slots, self._stamps(ids, generation=generation, rank=rank), strict=True):
-            seal(slot, self._payload, mark)
+        for slot, mark in zip(slots, self.stamps(generation, ids, rank), strict=True):
+            seal(slot, self.checked_bytes, mark)
 
     def check(self, slots: Sequence[memoryview], generation: str, ids: Sequence[str], rank: int) -> list[Damage | None]:
         """For each slot: None if it holds the right block, intact; otherwise why it must not be delivered."""
-        marks = self._stamps(ids, generation=generation, rank=rank)
-        return [check(slot, self._payload, mark) for slot, mark in zip(slots, marks, strict=True)]
+        marks = self.stamps(generation, ids, rank)
+        return [check(slot, self.checked_bytes, mark) for slot, mark in zip(slots, marks, strict=True)]
 
     def inspection(self, generation: str, block: str, rank: int) -> Inspection:
         """Like `check`, for one block, by its id. Raises InvariantError if the format splits a block into objects."""
-        return Inspection(self._stamps([block], generation=generation, rank=rank)[0], self.slot_bytes)
+        return Inspection(self.stamps(generation, [block], rank)[0], self.slot_bytes)
 
     def footers(self, generation: str, ids: Sequence[str], rank: int) -> bytes:
         """The footers of these blocks one behind the other, without checksums. Raises the same."""
-        marks = self._stamps(ids, generation=generation, rank=rank)
-        return b"".join(map(functools.partial(unsealed_footer, self._payload), marks))
+        marks = self.stamps(generation, ids, rank)
+        return b"".join(map(functools.partial(unsealed_footer, self.checked_bytes), marks))
 
 
 class RawPlanes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transferd.adapters.common.link import ANSWER_S, UNANSWERED, Link
-from transferd.blocks.formats import ObjectNamer, Stamp, stamps, unsealed_footer
+from transferd.blocks.formats import ObjectNamer, Stamp, unsealed_footer
 from transferd.storage.file_io import NATIVE, load_warm
 from transferd.storage.opening import READ_FLAGS
 from transferd.storage.paths import path_of
@@ -57,10 +57,10 @@ class ReadLeases:
         """Note where these blocks lie. until: monotonic seconds, when the daemon may let go of them."""
         if places is None:
             return
-        whose, there = (places.model, places.fingerprint), [_is_there(one) for one in places.directories]
-        digests = ObjectNamer(*whose).ids(keys)
-        names = ObjectNamer(*whose).names(places.generation, digests, places.rank)
-        marks = stamps(digests, model=whose[0], fingerprint=whose[1], generation=places.generation, rank=places.rank)
+        namer, there = ObjectNamer(places.model, places.fingerprint), [_is_there(one) for one in places.directories]
+        digests = namer.ids(keys)
+        names = namer.names(places.generation, digests, places.rank)
+        marks = namer.stamps(places.generation, digests, places.rank)
         with self._changes:
             while (key := next(iter(self._held), None)) is not None and self._held[key].until < time.monotonic():
                 del self._held[key]  # nobody has given it back
