@@ -51,7 +51,7 @@ def _limits(queued: int) -> Limits:
 
 def _queue_and_run(queued: int) -> float:
     dispatcher = Dispatcher(_limits(queued))
-    dispatcher.pause(0.0)
+    dispatcher.hold(0.0, "pause")
     tasks = [SwapOutTask(task_id=str(i), gpu_block_ids=[i], cpu_block_ids=[i]) for i in range(queued)]
     before = time.perf_counter()
     for seq, task in enumerate(tasks):

@@ -91,7 +91,7 @@ def test_the_bytes_counted_for_a_task_are_what_it_holds(make: Callable[[int], Ta
 
     rehearsal, *measured = dispatchers = [Dispatcher(WIDE) for _ in range(3)]
     for each in dispatchers:
-        each.pause(0.0)
+        each.hold(0.0, "pause")
     queue(rehearsal)  # allocates what is made once, such as coverage's notes on lines: no task holds that
     # The least of two: what other threads of the test run allocate meanwhile only adds.
     held = min(traced(functools.partial(queue, each)) for each in measured)

@@ -339,7 +339,7 @@ def test_cancel_answers_a_queued_task_at_once_and_keeps_its_place_for_those_behi
 
 
 def test_a_queued_task_cancelled_to_be_pushed_anew_runs_under_its_id_and_a_started_one_does_not(desk: Desk) -> None:
-    desk.hear(desk.dispatcher.pause(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause"))
     desk.submit(read("r", 1))
     desk.hear(desk.dispatcher.cancel(desk.now, "r", anew=True))
     again = desk.submit(read("r", 1))
@@ -392,7 +392,7 @@ def test_tasks_without_a_waiting_client_are_cancelled(desk: Desk) -> None:
 
 def test_pause_admits_and_starts_nothing_and_resume_goes_on(desk: Desk) -> None:
     desk.submit(write("a", 1))
-    desk.hear(desk.dispatcher.pause(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause"))
     desk.submit(write("b", 2))
     assert not desk.dispatcher.quiet
     desk.finish("a")
@@ -403,7 +403,7 @@ def test_pause_admits_and_starts_nothing_and_resume_goes_on(desk: Desk) -> None:
 
 
 def pause(desk: Desk, holder: str, client: bytes) -> None:
-    desk.hear(desk.dispatcher.pause(desk.now, client, holder))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause", client, holder))
 
 
 def test_a_pause_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
@@ -417,7 +417,7 @@ def test_a_pause_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
 
 
 def test_a_drain_ends_with_the_client_that_asked_for_it(desk: Desk) -> None:
-    desk.hear(desk.dispatcher.drain(desk.now, b"a1", "a"))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain", b"a1", "a"))
     assert desk.answers[desk.submit(write("w", 1), client=b"b1")].status is Status.REJECTED
     desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     desk.submit(write("w", 1), client=b"b1")
@@ -440,7 +440,7 @@ def test_several_pauses_end_one_by_one(desk: Desk) -> None:
 
 def test_a_resume_by_a_client_without_holds_ends_all_pauses_and_drains(desk: Desk) -> None:
     pause(desk, "a", b"a1")
-    desk.hear(desk.dispatcher.drain(desk.now, b"b1", "b"))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain", b"b1", "b"))
     desk.hear(desk.dispatcher.resume(desk.now, "operator"))
     desk.submit(write("w", 1), client=b"d1")
     assert desk.started == ["w"]
@@ -471,7 +471,7 @@ def test_the_end_of_a_pause_starts_queued_tasks_except_those_of_lost_clients(des
 
 
 def test_a_shutdown_does_not_end_with_a_client(desk: Desk) -> None:
-    desk.hear(desk.dispatcher.drain(desk.now, b"a1", "a"))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain", b"a1", "a"))
     desk.hear(desk.dispatcher.shut_down(desk.now))
     desk.hear(desk.dispatcher.client_gone(desk.now, b"a1"))
     assert desk.dispatcher.gate.draining
@@ -479,7 +479,7 @@ def test_a_shutdown_does_not_end_with_a_client(desk: Desk) -> None:
 
 
 def test_a_paused_task_still_expires(desk: Desk) -> None:
-    desk.hear(desk.dispatcher.pause(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause"))
     seq = desk.submit(write("a", 1, timeout=1.0))
     desk.pass_time(1.0)
     assert desk.answers[seq].status is Status.EXPIRED
@@ -488,7 +488,7 @@ def test_a_paused_task_still_expires(desk: Desk) -> None:
 def test_a_push_that_will_be_resent_gets_no_refusal_and_its_resend_may_be_admitted(desk: Desk) -> None:
     task = write("t", 1)
     desk.tasks["t"] = task
-    desk.hear(desk.dispatcher.drain(desk.now, CLIENT, ""))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain", CLIENT, ""))
     desk.hear(desk.dispatcher.submit(desk.now, CLIENT, 7, task, again=True))
     assert desk.answers == {}
     desk.hear(desk.dispatcher.resume(desk.now, ""))
@@ -501,7 +501,7 @@ def test_a_push_that_will_be_resent_gets_no_refusal_and_its_resend_may_be_admitt
 def test_drain_rejects_new_tasks_finishes_the_admitted_and_resume_admits_again(desk: Desk) -> None:
     for i in range(3):
         desk.submit(write(f"w{i}", i))
-    desk.hear(desk.dispatcher.drain(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain"))
     refused = desk.answers[desk.submit(write("late", 7))]
     assert (refused.status, refused.error and refused.error.code) == (Status.REJECTED, "draining")
     for i in range(3):
@@ -599,7 +599,11 @@ def test_a_result_is_not_repeated_once_its_memory_was_taken_away(desk: Desk) -> 
     assert conflict.error.code == "task_id_conflict"
 
 
-@pytest.mark.parametrize("against", [Dispatcher.drain, Dispatcher.shut_down])
+def drain(dispatcher: Dispatcher, now: float) -> list[do.Instruction]:
+    return dispatcher.hold(now, "drain")
+
+
+@pytest.mark.parametrize("against", [drain, Dispatcher.shut_down])
 def test_memory_alone_does_not_admit(desk: Desk, against: Callable[[Dispatcher, float], list[do.Instruction]]) -> None:
     desk.hear(against(desk.dispatcher, desk.now))
     desk.hear(desk.dispatcher.withdraw_cache(desk.now, CLEARED, False))
@@ -620,7 +624,7 @@ def test_a_dead_rank_stays_dead_with_new_memory(desk: Desk) -> None:
 
 
 def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
-    desk.hear(desk.dispatcher.pause(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause"))
     old = desk.submit(write("old", 1))
     desk.hear(desk.dispatcher.bump_generation(desk.now, "g2"))
     new = desk.submit(write("new", 2))
@@ -631,19 +635,19 @@ def test_a_task_belongs_to_the_generation_of_its_admission(desk: Desk) -> None:
 
 
 def test_the_next_alarm_is_the_soonest_deadline_of_what_is_not_done(desk: Desk) -> None:
-    assert desk.dispatcher.next_alarm == float("inf")
+    assert desk.dispatcher.alarms.next() == float("inf")
     desk.submit(write("late", 1, timeout=50.0))
     desk.submit(write("soon", 2, timeout=5.0))
-    assert desk.dispatcher.next_alarm == 5.0
+    assert desk.dispatcher.alarms.next() == 5.0
     desk.finish("soon")
-    assert desk.dispatcher.next_alarm == 50.0
+    assert desk.dispatcher.alarms.next() == 50.0
 
 
 def test_alarms_of_finished_tasks_do_not_pile_up(desk: Desk) -> None:
     for i in range(1000):
         desk.submit(write(f"w{i}", 1, timeout=1e4))
         desk.finish(f"w{i}")
-    assert len(desk.dispatcher._alarms._heap) < 200
+    assert len(desk.dispatcher.alarms._heap) < 200
 
 
 def test_while_the_daemon_starts_the_answer_is_busy_until_it_is_ready() -> None:

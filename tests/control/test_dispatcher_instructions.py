@@ -99,7 +99,7 @@ def test_a_lane_that_took_long_is_to_be_asked_again_later() -> None:
 
 def test_a_refusal_that_is_final_has_no_retry_hint() -> None:
     desk = Desk()
-    desk.hear(desk.dispatcher.drain(desk.now))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain"))
     assert desk.answers[desk.submit(write("w", 1))].retry_after is None
 
 
@@ -417,7 +417,7 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
     speaker.merge("done", OK, 1.0)
     speaker.submit(write("running", 3))
     speaker.submit(write("queued", 4, 5))
-    speaker.dispatcher.pause(7.0, b"a1", "a")
+    speaker.dispatcher.hold(7.0, "pause", b"a1", "a")
     dispatcher = speaker.dispatcher
     assert (dispatcher.lanes.queued, dispatcher.lanes.running) == (1, 1)
     assert list(dispatcher.stragglers) == ["left"]
@@ -434,7 +434,7 @@ def test_statistics_count_what_is_under_way_what_has_ended_and_what_was_refused(
 def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothing_waits_either() -> None:
     speaker = Speaker()
     dispatcher = speaker.dispatcher
-    dispatcher.pause(0.0)
+    dispatcher.hold(0.0, "pause")
     speaker.submit(read("r", 1))
     assert (dispatcher.quiet, dispatcher.empty) == (True, False)
     dispatcher.resume(0.0)
@@ -448,8 +448,8 @@ def test_a_dispatcher_is_quiet_when_no_rank_touches_a_block_and_empty_when_nothi
 
 def test_a_dispatcher_says_whether_it_admits_and_whether_it_lives() -> None:
     dispatcher = Speaker().dispatcher
-    assert (dispatcher.gate.refusal, dispatcher.gate.alive, dispatcher.next_alarm) == (None, True, math.inf)
-    dispatcher.drain(0.0)
+    assert (dispatcher.gate.refusal, dispatcher.gate.alive, dispatcher.alarms.next()) == (None, True, math.inf)
+    dispatcher.hold(0.0, "drain")
     assert (dispatcher.gate.refusal, dispatcher.gate.alive) == ((Status.REJECTED, DRAINING), True)
     dispatcher.shut_down(0.0)
     assert (dispatcher.gate.refusal, dispatcher.gate.alive) == ((Status.REJECTED, DRAINING), False)

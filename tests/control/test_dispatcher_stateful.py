@@ -320,8 +320,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(client=clients, what=st.sampled_from(["pause", "drain"]))
     def hold(self, client: bytes, what: str) -> None:
-        hold = self.dispatcher.pause if what == "pause" else self.dispatcher.drain
-        self.hear(hold(self.now, client, client.hex()))
+        self.hear(self.dispatcher.hold(self.now, what, client, client.hex()))
         self.holds.add((client, what))
 
     @rule(client=clients)

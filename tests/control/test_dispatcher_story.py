@@ -122,8 +122,8 @@ def test_a_refusal_is_recorded_with_its_code(desk: Desk, recorder: Recorder) -> 
 
 
 def test_control_requests_are_recorded(desk: Desk, recorder: Recorder) -> None:
-    desk.hear(desk.dispatcher.pause(desk.now, b"a1", "a"))
-    desk.hear(desk.dispatcher.drain(desk.now, b"b1", "b"))
+    desk.hear(desk.dispatcher.hold(desk.now, "pause", b"a1", "a"))
+    desk.hear(desk.dispatcher.hold(desk.now, "drain", b"b1", "b"))
     desk.hear(desk.dispatcher.client_gone(desk.now, b"b1"))
     desk.hear(desk.dispatcher.resume(desk.now, "a"))
     desk.hear(desk.dispatcher.bump_generation(desk.now, "g2"))

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import pytest
 
 from tests.support.dispatch import limits, record_of
+from transferd.config import ServerSection, Size
 from transferd.control import instructions as do
 from transferd.control.admission import argument_bytes
 from transferd.control.dispatcher import Dispatcher
@@ -39,8 +40,14 @@ def code(total: Total, asks: Held, task: TaskState | None = None) -> str:
     return "" if refusal is None else refusal.code
 
 
+def server_of(tasks: int, queued_bytes: int, moving_bytes: int) -> ServerSection:
+    return ServerSection(
+        max_queued_tasks=tasks, max_queued_bytes=Size(queued_bytes), max_inflight_bytes=Size(moving_bytes)
+    )
+
+
 def total(*engines: Held) -> Total:
-    return Total(max_queued=8, max_queued_bytes=800, max_bytes=8000, engines=list(engines))
+    return Total(server_of(8, 800, 8000), list(engines))
 
 
 def test_one_engine_alone_has_only_its_own_bounds() -> None:
@@ -95,11 +102,11 @@ def test_the_refusal_says_how_much_all_hold_and_how_much_the_asker() -> None:
 
 
 def test_a_dispatcher_asks_it_and_reports_its_own_load() -> None:
-    shared = Total(max_queued=8, max_queued_bytes=2**40, max_bytes=2**40)
+    shared = Total(server_of(8, 2**40, 2**40))
     flooded, other = (Dispatcher(limits(), total=shared) for _ in range(2))
     shared.engines += [flooded.lanes, other.lanes]
     for engine in (flooded, other):
-        engine.pause(0.0)
+        engine.hold(0.0, "pause")
     answers = []
     for number in range(10):
         answers += flooded.submit(0.0, b"c", number, write(f"t{number}", number))

@@ -22,7 +22,7 @@ def test_instructions_never_change(kind: type[msgspec.Struct]) -> None:
 def test_an_event_returns_what_it_has_led_to_and_no_later_event_does() -> None:
     dispatcher, task = Dispatcher(limits()), SwapOutTask(task_id="s", gpu_block_ids=[1], cpu_block_ids=[1])
     assert do.Start(task, "", 2.0) in dispatcher.submit(2.0, b"c", 1, task)
-    assert dispatcher.pause(3.0) == []
+    assert dispatcher.hold(3.0, "pause") == []
 
 
 def test_an_event_that_cannot_be_says_so() -> None:

@@ -159,7 +159,8 @@ class WindowsMachine(RuleBasedStateMachine):
     def pause_or_resume(self, engine: int) -> None:
         self.paused[engine] = not self.paused[engine]
         dispatcher = self.dispatchers[engine]
-        self.hear(engine, (dispatcher.pause if self.paused[engine] else dispatcher.resume)(self.now))
+        paused = self.paused[engine]
+        self.hear(engine, dispatcher.hold(self.now, "pause") if paused else dispatcher.resume(self.now))
 
     @rule(engine=engines, other=st.integers(0, 1))
     def memory_goes_and_comes(self, engine: int, other: int) -> None:

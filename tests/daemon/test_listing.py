@@ -65,7 +65,7 @@ def test_a_queued_task_says_what_is_before_it() -> None:
     rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == rows["d"] == "a place in its lane"
     assert rows["e"] == "1 tasks before it on its blocks"
-    daemon.default.dispatcher.pause(6.0, b"engine", "me")
+    daemon.default.dispatcher.hold(6.0, "pause", b"engine", "me")
     rows = {row["task_id"]: row["waits_for"] for row in listing_of(daemon).tasks("running", 10)}
     assert rows["c"] == "resume"
 

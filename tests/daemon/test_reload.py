@@ -112,7 +112,7 @@ async def test_the_name_of_a_holder_is_no_order_to_the_supervisor(tmp_path: Path
         supervisor.settimeout(60)
         try:
             await daemon.default.cache.open()
-            daemon.default.dispatcher.pause(daemon.clock.monotonic(), b"client", "x\nSTOPPING=1\ny")
+            daemon.default.dispatcher.hold(daemon.clock.monotonic(), "pause", b"client", "x\nSTOPPING=1\ny")
             reload = Reloader(daemon, Notifier(supervisor.getsockname()), lambda: daemon.config)
             reload.serving = True
             reload()

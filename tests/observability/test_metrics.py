@@ -266,7 +266,7 @@ async def test_a_pause_leaves_readiness_green_and_is_named_with_its_holder(daemo
     """ADR 30: tasks are admitted and wait, and the pause ends with its client."""
     port = port_of(daemon.reports)
     await daemon.default.cache.open()
-    daemon.default.dispatcher.pause(daemon.clock.monotonic(), b"client", "me")
+    daemon.default.dispatcher.hold(daemon.clock.monotonic(), "pause", b"client", "me")
     assert await get(port, "/readyz") == (200, b"ready\n")
     assert b"\ntransferd_ready 1.0\n" in (await get(port, "/metrics"))[1]
     report = json.loads((await get(port, "/status"))[1])

@@ -217,13 +217,13 @@ MUTANTS = (
     Mutant(
         "a deadline is not armed",
         "control/dispatcher.py",
-        "        if self._alarms.set(deadline, record):",
+        "        if self.alarms.set(deadline, record):",
         "        if False:",
     ),
     Mutant(
         "the slack after a deadline is not armed",
         "control/dispatcher.py",
-        "            if self._alarms.set(record.forsaken_at, record):",
+        "            if self.alarms.set(record.forsaken_at, record):",
         "            if False:",
     ),
     Mutant(

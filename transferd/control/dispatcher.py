@@ -92,6 +92,7 @@ class Dispatcher:
     stragglers: those that are answered, and that a rank still works on.
     statuses, rejects: how many tasks were answered, by status, and refused, by code.
     hazards: the order of tasks on the same blocks. Its `notify` is for Unblock.
+    alarms: deadlines. If the next one is long past, `deadline_reached` was lost.
     gate: whether it admits and starts tasks, and who holds it. Nobody else changes it.
     """
 
@@ -131,7 +132,7 @@ class Dispatcher:
         self._now = 0.0  # the time of the current event
         self._out: list[do.Instruction] = []  # what it has led to so far
         self._memory_epoch = 0  # how often the cache's memory was taken away
-        self._alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
+        self.alarms: Alarms[TaskState] = Alarms(lambda record: record.state is State.DONE)
         self.statuses: Counter[str] = Counter()
         self.rejects: Counter[str] = Counter()
 
@@ -146,11 +147,6 @@ class Dispatcher:
     def empty(self) -> bool:
         """Quiet, and nothing is queued."""
         return not self.records and not self.stragglers
-
-    @property
-    def next_alarm(self) -> float:
-        """The time of the next deadline; math.inf if there is none. If it is long past, `deadline_reached` was lost."""
-        return self._alarms.next()
 
     def waits(self, client: bytes) -> int:
         """For how many tasks a client waits."""
@@ -247,7 +243,7 @@ class Dispatcher:
         self._recorder.admitted(task_id, str(record.lane), blocks, client)
         assert record.task is not None
         deadline = self._now + record.task.timeout
-        if self._alarms.set(deadline, record):
+        if self.alarms.set(deadline, record):
             self._out.append(do.WakeAt(deadline))
         self.lanes.enter(record)
         if not record.claim.blockers:
@@ -383,7 +379,7 @@ class Dispatcher:
     @event
     def deadline_reached(self) -> None:
         """The time of the last WakeAt has arrived. If more tasks are due than end in one step, the next one is now."""
-        for record in self._alarms.due(self._now, AT_ONCE):
+        for record in self.alarms.due(self._now, AT_ONCE):
             if record.state is State.CANCELLING:
                 if self._now >= record.forsaken_at:  # else this alarm is the deadline of a cancelled task
                     record.forsaken_at = math.inf
@@ -391,7 +387,7 @@ class Dispatcher:
                     self._out.append(do.ExpireRound(record.task_id))
             else:
                 self._end(record, Stop.EXPIRED)
-        soonest = self._alarms.next()
+        soonest = self.alarms.next()
         if soonest < math.inf and do.WakeAt(soonest) not in self._out:
             self._out.append(do.WakeAt(soonest))
 
@@ -405,7 +401,7 @@ class Dispatcher:
             self._recorder.note(record.task_id, "stopping", reason)
             self._out.append(do.StopTask(record.task_id, reason))
             record.forsaken_at = self._now + self.limits.server.deadline_slack
-            if self._alarms.set(record.forsaken_at, record):
+            if self.alarms.set(record.forsaken_at, record):
                 self._out.append(do.WakeAt(record.forsaken_at))
 
     @event
@@ -421,13 +417,14 @@ class Dispatcher:
     # --- control ------------------------------------------------------------------------------------
 
     @event
-    def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> None:
-        """Start nothing more until the holder's `resume`, or `client_gone` for `client`, its latest connection.
+    def hold(self, what: str, client: bytes = b"", holder: str = "", proof: str = "") -> None:
+        """Until the holder's `resume`, or `client_gone` for `client`, its latest connection:
 
+        pause: start nothing more; drain: admit nothing more, and finish what is admitted.
         holder: a name for people. proof: a secret of the holder's: another client may know its name.
         """
-        self._recorder.aside("", "pause", holder)
-        self.gate.hold("pause", holder, client, self._now, proof)
+        self._recorder.aside("", what, holder)
+        self.gate.hold(what, holder, client, self._now, proof)
 
     @event
     def resume(self, holder: str = "", proof: str = "") -> None:
@@ -435,12 +432,6 @@ class Dispatcher:
         self._recorder.aside("", "resume", holder)
         self.gate.resume(holder, proof)
         self._start_ready()
-
-    @event
-    def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> None:
-        """Admit nothing more; finish what is admitted. A drain ends like a pause."""
-        self._recorder.aside("", "drain", holder)
-        self.gate.hold("drain", holder, client, self._now, proof)
 
     @event
     def withdraw_cache(self, error: ErrorInfo, end: bool) -> None:

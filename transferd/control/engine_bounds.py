@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from transferd.config import ServerSection
 from transferd.control.order import Lanes, TaskState
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import BudgetReport
@@ -13,7 +14,7 @@ from transferd.tasks import ErrorInfo
 
 @dataclass(slots=True)
 class Total:
-    """The bounds of [server], for all engines together.
+    """The bounds of [server], for all engines together. Those of an engine that registers are a part of these.
 
     Beyond a bound, only an engine below its equal share is admitted. So a flooding engine keeps no other engine out,
     and the total never exceeds twice the bound.
@@ -21,9 +22,7 @@ class Total:
     engines: the lanes of those that exist now; the daemon keeps the list.
     """
 
-    max_queued: int
-    max_queued_bytes: int
-    max_bytes: int
+    server: ServerSection
     engines: list[Lanes] = field(default_factory=list)
 
     def refusal(self, asks: Lanes, record: TaskState) -> ErrorInfo | None:
@@ -31,22 +30,22 @@ class Total:
 
         All engines are asked only for one that has its share already: others' tasks cost the same beside 1,000 engines.
         """
-        engines, lane = self.engines, record.lane
+        engines, lane, most = self.engines, record.lane, self.server
         share = len(engines)
         if share < 2:
             return None
-        if (mine := asks.queued) >= self.max_queued // share:
+        if (mine := asks.queued) >= most.max_queued_tasks // share:
             queued = sum(one.queued for one in engines)
-            if queued >= self.max_queued:
+            if queued >= most.max_queued_tasks:
                 return ErrorInfo("queue_full", f"the queue is full: {queued} tasks of all engines, {mine} of this one")
-        if (mine := asks.hazards.nbytes) >= max(1, self.max_queued_bytes // share):
+        if (mine := asks.hazards.nbytes) >= max(1, most.max_queued_bytes // share):
             held = sum(one.hazards.nbytes for one in engines)
-            if held + record.arguments > self.max_queued_bytes:
+            if held + record.arguments > most.max_queued_bytes:
                 message = f"admitted tasks hold {held} bytes of keys, ids and token_ids, {mine} of them this engine's"
                 return ErrorInfo("queue_full", message)
-        if (mine := asks.loads[lane].nbytes) >= max(1, self.max_bytes // share):
+        if (mine := asks.loads[lane].nbytes) >= max(1, most.max_inflight_bytes // share):
             moving = sum(one.loads[lane].nbytes for one in engines)
-            if moving + record.nbytes > self.max_bytes:
+            if moving + record.nbytes > most.max_inflight_bytes:
                 message = f"all engines have {moving} bytes in flight in this lane, this one has {mine}"
                 return ErrorInfo("bytes_in_flight", message)
         return None

@@ -49,7 +49,6 @@ class Gate:
         """memory: whether every rank has its memory; False while the daemon starts."""
         self._held: dict[tuple[str, str, str], Hold] = {}  # by what, holder and proof
         self._shut = False
-        self.alive = True
         self._dead: ErrorInfo | None = None
         self._absent: tuple[Status, ErrorInfo] | None = None if memory else (Status.BUSY, STARTING)
         self._changed()
@@ -59,6 +58,7 @@ class Gate:
         wanted = {hold.what for hold in self._held.values()}
         self.paused = "pause" in wanted
         self.draining = self._shut or "drain" in wanted
+        self.alive = not self._shut and self._dead is None
         self.starts = self.alive and not self.paused
         if self._dead is not None:
             self.refusal = Status.FAILED, self._dead
@@ -104,12 +104,10 @@ class Gate:
     def shut(self) -> None:
         """Admit and start no more tasks."""
         self._shut = True
-        self.alive = False
         self._changed()
 
     def rank_died(self, error: ErrorInfo) -> None:
         self._dead = error
-        self.alive = False
         self._changed()
 
     def memory_gone(self, error: ErrorInfo) -> None:

@@ -112,7 +112,7 @@ class Coordinator:
     @property
     def overdue_s(self) -> float:
         """Seconds since a deadline that did not fire; 0 while the dispatcher progresses or is idle."""
-        return max(0.0, self.clock.monotonic() - self.dispatcher.next_alarm)
+        return max(0.0, self.clock.monotonic() - self.dispatcher.alarms.next())
 
     def submit(self, client: bytes, seq: int, task: Task, *, again: bool = False) -> bool:
         """Admit or answer a task. Returns whether its result follows later; if not, it was delivered in this call.
@@ -139,7 +139,7 @@ class Coordinator:
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(self.dispatcher.pause, client, holder, proof)
+        self._hear(self.dispatcher.hold, "pause", client, holder, proof)
         return self.quiet()
 
     def resume(self, holder: str = "", proof: str = "") -> None:
@@ -151,7 +151,7 @@ class Coordinator:
 
         A drain ends like a pause.
         """
-        self._hear(self.dispatcher.drain, client, holder, proof)
+        self._hear(self.dispatcher.hold, "drain", client, holder, proof)
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:

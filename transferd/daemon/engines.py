@@ -126,7 +126,7 @@ class Engines:
         self.traffic = shared.traffic
         self._epochs = itertools.count(1)
         server = config.server
-        self.total = Total(server.max_queued_tasks, server.max_queued_bytes, server.max_inflight_bytes)
+        self.total = Total(server)
         self.host = HostBudget(*host_memory(config, plan.sizes))
         self._by_name: dict[str, HostedEngine] = {}
         self._building: dict[str, Building] = {}  # by name, until all of an engine is there
