@@ -35,7 +35,7 @@ def test_a_steady_load_has_its_rate_in_both_windows() -> None:
     for _ in range(600):
         world.now += 0.125
         world.end(nbytes=100)
-    recent = world.windows.recent()
+    recent = world.windows.recent(KindReport())
     assert recent.tasks_per_s == pytest.approx(8, rel=0.02)
     assert recent.tasks_per_s_1min == pytest.approx(8, rel=0.02)
     assert recent.bytes_per_s == pytest.approx(800, rel=0.02)
@@ -46,13 +46,13 @@ def test_a_burst_is_in_the_short_window_for_ten_seconds_and_in_the_long_one_for_
     world.now += 100
     world.end(60)
     world.now += 8
-    assert world.windows.recent().tasks_per_s == pytest.approx(6, rel=0.15)
+    assert world.windows.recent(KindReport()).tasks_per_s == pytest.approx(6, rel=0.15)
     world.now += 3
-    recent = world.windows.recent()
+    recent = world.windows.recent(KindReport())
     assert recent.tasks_per_s == 0
     assert recent.tasks_per_s_1min == pytest.approx(1, rel=0.02)
     world.now += 50
-    assert world.windows.recent() == KindReport()
+    assert world.windows.recent(KindReport()) == KindReport()
     assert not world.windows._series, "what has left is forgotten"
 
 
@@ -60,7 +60,7 @@ def test_a_daemon_that_has_just_started_has_a_rate_over_its_own_time() -> None:
     world = World()
     world.now += 4
     world.end(20)
-    assert world.windows.recent().tasks_per_s == 5
+    assert world.windows.recent(KindReport()).tasks_per_s == 5
 
 
 def test_engines_and_kinds_have_figures_of_their_own_and_together() -> None:
@@ -69,7 +69,7 @@ def test_engines_and_kinds_have_figures_of_their_own_and_together() -> None:
     for engine, kind, times in (("a", "read", 1), ("a", "write", 2), ("b", "read", 4), ("c", "write", 8)):
         world.end(times, engine=engine, kind=kind)
     per_minute = {
-        asked: round(world.windows.recent(*asked).tasks_per_s_1min * 59)
+        asked: round(world.windows.recent(KindReport(), *asked).tasks_per_s_1min * 59)
         for asked in ((None, None), ("a", None), ("a", "write"), (None, "read"), ("nobody", None))
     }
     assert list(per_minute.values()) == [15, 3, 2, 5, 0]
@@ -81,7 +81,7 @@ def test_quantiles_are_within_a_tenth_of_the_true_ones(seed: int) -> None:
     times = [rng.lognormvariate(-6, 2) for _ in range(2000)]
     for seconds in times:
         world.end(seconds=seconds)
-    recent = world.windows.recent("a", "read")
+    recent = world.windows.recent(KindReport(), "a", "read")
     times.sort()
     assert recent.p50_s == pytest.approx(times[999], rel=0.1)
     assert recent.p99_s == pytest.approx(times[1979], rel=0.1)
@@ -92,13 +92,13 @@ def test_more_than_any_number_of_recent_tasks_counts() -> None:
     world = World()
     world.end(5000, seconds=1.0)
     world.end(3000, seconds=0.001)
-    assert world.windows.recent().p50_s == pytest.approx(1.0, rel=0.1)
+    assert world.windows.recent(KindReport()).p50_s == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_time_of_zero_has_a_bucket() -> None:
     world = World()
     world.end(seconds=0.0)
-    assert world.windows.recent().p99_s == pytest.approx(1e-6, rel=0.1)
+    assert world.windows.recent(KindReport()).p99_s == pytest.approx(1e-6, rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -114,7 +114,7 @@ def test_the_kept_sum_of_a_minute_equals_a_fresh_sum_of_all_tasks(seed: int) -> 
         world.end(engine=engine, kind=kind, nbytes=nbytes, seconds=seconds)
         ended.append((int(world.now), engine, kind, seconds, nbytes))
         asked = rng.choice((None, *"abc")), rng.choice((None, "read", "write"))
-        recent, found = world.windows.recent(*asked), []
+        recent, found = world.windows.recent(KindReport(), *asked), []
         for second, whose, what, took, size in ended:
             if second > int(world.now) - LONG_S and asked[0] in (None, whose) and asked[1] in (None, what):
                 found.append((second, took, size))

@@ -72,9 +72,9 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     lanes = together([*kinds.values(), departed.lanes])
     for name, kind in lanes.items():
         yield
-        parts.windows.recent(None, name, kind)
+        parts.windows.recent(kind, None, name)
     yield
-    totals = parts.windows.recent(report=added(lanes.values()))
+    totals = parts.windows.recent(added(lanes.values()))
     turned_away = departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
     yield
     sums = {name: sum(getattr(one, name) for one in all_tasks) for name in SUMS}
@@ -160,7 +160,7 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
 def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.StorageReport) -> rows.EngineReport:
     cache, tasks, traffic, log = engine.cache, engine.dispatcher, engine.shared.traffic, engine.shared.tasks
     unattached, unattached_s = engine.unattached()
-    totals = parts.windows.recent(engine.name, report=added(kinds.values()))
+    totals = parts.windows.recent(added(kinds.values()), engine.name)
     return rows.EngineReport(
         ready=engine.coordinator.ready,
         why=engine.why_not_served,
@@ -197,7 +197,7 @@ def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.Stor
         device_blocks=engine.layout.device_blocks,
         host_blocks=engine.layout.host_blocks,
         host_bytes=engine.nbytes,
-        lanes={name: parts.windows.recent(engine.name, name, kind) for name, kind in kinds.items()},
+        lanes={name: parts.windows.recent(kind, engine.name, name) for name, kind in kinds.items()},
         totals=totals,
     )
 

@@ -267,14 +267,11 @@ class Windows:
             if wait is not None:
                 count.waits[wait] = count.waits.get(wait, 0) + 1
 
-    def recent(
-        self, engine: str | None = None, kind: str | None = None, report: KindReport | None = None
-    ) -> KindReport:
-        """Rates and times of the tasks that ended lately. engine, kind: of these; None: of all.
+    def recent(self, report: KindReport, engine: str | None = None, kind: str | None = None) -> KindReport:
+        """The report, to which the rates and times of the tasks that ended lately are added; it has none yet.
 
-        report: gets them; it has none yet. None: a new one, without counts.
+        engine, kind: of these; None: of all.
         """
-        recent = report or KindReport()
         now = self._now()
         self._forget(int(now) - LONG_S)
         each: Iterable[Mapping[str, _Lately]] = (
@@ -282,7 +279,7 @@ class Windows:
         )
         chosen = [series for kinds in each for what, series in kinds.items() if kind in (None, what)]
         if not chosen:
-            return recent
+            return report
         tasks = nbytes = 0
         for series in chosen:
             for second, count in itertools.islice(reversed(series.slots), SHORT_S):
@@ -292,11 +289,11 @@ class Windows:
         minutes = [series.minute for series in chosen]
         short_s, long_s = self._covered(now, SHORT_S), self._covered(now, LONG_S)
         times = _together([minute.times for minute in minutes])
-        recent.tasks_per_s, recent.bytes_per_s = tasks / short_s, nbytes / short_s
-        recent.tasks_per_s_1min = times.total() / long_s
-        recent.bytes_per_s_1min = sum([minute.nbytes for minute in minutes]) / long_s
-        recent.p50_s, recent.p99_s = quantile(times, 0.5), quantile(times, 0.99)
-        return recent
+        report.tasks_per_s, report.bytes_per_s = tasks / short_s, nbytes / short_s
+        report.tasks_per_s_1min = times.total() / long_s
+        report.bytes_per_s_1min = sum([minute.nbytes for minute in minutes]) / long_s
+        report.p50_s, report.p99_s = quantile(times, 0.5), quantile(times, 0.99)
+        return report
 
     def storage_p99_s(self) -> float | None:
         """The waits of 99 of 100 of the last minute's tasks that waited for storage; None without any."""
