@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -113,10 +114,10 @@ def test_a_kind_of_fault_can_be_left_out_of_the_weather() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of stories dropped where they failed
 def test_a_failing_story_is_made_small_and_names_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keeps_nothing(self: Staging, slot: int, nbytes: int) -> memoryview:
-        return self.memory.view[:nbytes]  # every block through one slot: the last one wins
+    def keeps_nothing(self: Staging, slots: Sequence[int]) -> list[memoryview]:
+        return [self.memory.view[: self.object_bytes] for _ in slots]  # all through one slot: the last one wins
 
-    monkeypatch.setattr(Staging, "slot_view", keeps_nothing)
+    monkeypatch.setattr(Staging, "views", keeps_nothing)
     # From 1 on: in the small story of seed 0, two blocks meet in the slot only because faults delay a read.
     failure = next(found for seed in range(1, 50) if (found := attempt(draw_plan(seed))) is not None)
     smallest = shrink(failure, 60)

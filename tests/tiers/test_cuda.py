@@ -299,7 +299,7 @@ async def test_blocks_in_the_order_of_fastdeploys_objects_are_gathered_too(
     outward = plan_copy(tier.arena.geometry, [0, 4, 1], staging.packed, [9, 7, 8])
     await tier.copy_in(inward, staging.memory)
     await tier.copy_out(outward, staging.memory)
-    objects_of = [staging.slot_view(slot, objects.slot_bytes).tobytes() for slot in (4, 1, 2, 9, 7, 8)]
+    objects_of = [view.tobytes() for view in staging.views((4, 1, 2, 9, 7, 8))]
     assert objects_of[3:] == objects_of[:3]
     device = np.ctypeslib.as_array((ctypes.c_uint8 * layout.device.extent).from_address(tier.arena.origin))
     expected = device.copy()

@@ -108,8 +108,9 @@ async def test_more_slots_than_exist_are_refused_instead_of_waited_for(staging: 
 def test_a_slots_view_is_its_memory(staging: Staging) -> None:
     lease = staging.try_acquire("write", 1, "w")
     assert lease is not None
-    view = staging.slot_view(lease.slots[0], 10)
-    view[:] = b"0123456789"
+    (view,) = staging.views(lease.slots)
+    assert len(view) == staging.object_bytes
+    view[:10] = b"0123456789"
     start = lease.slots[0] * SLOT
     assert bytes(staging.memory.view[start : start + 10]) == b"0123456789"
     view.release()

@@ -162,12 +162,8 @@ class Staging:
 
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """A writable view of each leased slot, one object long. Borrowed until the lease is released."""
-        return [self.slot_view(slot, self.object_bytes) for slot in slots]
-
-    def slot_view(self, slot: int, nbytes: int) -> memoryview:
-        """The first `nbytes` of a slot, writable. Borrowed from the region."""
-        start = slot * self._slot_bytes
-        return self.memory.view[start : start + nbytes]
+        starts = [slot * self._slot_bytes for slot in slots]
+        return [self.memory.view[start : start + self.object_bytes] for start in starts]
 
     def close(self) -> None:
         """Free the memory. Raises InvariantError that names the holders of open leases; then nothing is freed."""
