@@ -66,16 +66,14 @@ def as_malformed(
     content: the message after its version byte.
     tasks, control: the known types of bodies.
     """
+    seq = 0
     try:
         loose = _loose_decoder.decode(content)
-    except UNREADABLE:
-        return Malformed(problem, code=_code_of_no_request(code))
-    seq = _read(_int_decoder, loose.seq)
-    seq = seq if seq is not None and 0 <= seq < 2**63 else 0
-    try:
+        said = _read(_int_decoder, loose.seq)
+        seq = said if said is not None and 0 <= said < 2**63 else 0
         body = _loose_body_decoder.decode(loose.body)
     except UNREADABLE:
-        return Malformed(problem, code=_code_of_no_request(code), seq=seq)
+        return Malformed(problem, code=code if code in ("too_large", OutOfMemory.code) else "malformed", seq=seq)
     kind, task_id = _read(_text_decoder, body.type), _read(_text_decoder, body.task_id)
     if kind not in tasks and kind not in control:
         if code == "bad_value":
@@ -85,10 +83,6 @@ def as_malformed(
     # msgspec's path starts at the envelope; make it start at the task.
     problem = problem.replace("`$[2]", "`$")
     return Malformed(problem, code=code, seq=seq, task_id=task_id if kind in tasks else None)
-
-
-def _code_of_no_request(code: str) -> str:
-    return code if code in ("too_large", OutOfMemory.code) else "malformed"
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], raw: msgspec.Raw | msgspec.UnsetType) -> T | None:
