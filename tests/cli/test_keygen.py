@@ -15,7 +15,7 @@ from transferd.cli.keygen import make_keys
 from transferd.client.launch import start
 from transferd.config.sections import CurveSection
 from transferd.errors import ConfigError
-from transferd.wire.curve import ClientCurve, ServerCurve
+from transferd.wire.curve import ClientCurve, server_side
 
 
 def mode(path: str) -> int:
@@ -30,9 +30,9 @@ def test_files_have_the_modes_that_the_daemon_asks_for(tmp_path: Path) -> None:
         os.umask(before)
     assert mode(keys.server_secret) == mode(keys.client_secret) == 0o640
     assert mode(keys.server_public) == mode(keys.client_public) == 0o644
-    server = ServerCurve.load(CurveSection(secret_key_file=keys.server_secret, client_keys_dir=keys.clients_dir))
+    _, allowed = server_side(CurveSection(secret_key_file=keys.server_secret, client_keys_dir=keys.clients_dir))
     client = ClientCurve.load(Path(keys.client_secret), Path(keys.server_public))
-    assert server.allowed == frozenset({z85.decode(client.public_key)})
+    assert allowed == frozenset({z85.decode(client.public_key)})
 
 
 def test_a_second_client_gets_a_pair_and_the_daemon_keeps_its_own(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from transferd.daemon.preflight import build, examine
 from transferd.errors import ConfigError
 from transferd.runtime.descriptors import CAP_CHOWN
 from transferd.wire import credentials
-from transferd.wire.curve import ServerCurve
+from transferd.wire.curve import server_side
 
 CALLS = 5_000_000  # of functions: half a second on one core of a server, and 2 s on one that is shared by four
 
@@ -198,7 +198,7 @@ def test_a_fifo_device_or_directory_as_a_file_is_refused_at_once(tmp_path: Path)
         with pytest.raises(ConfigError, match=r"storage\.version_file: cannot be read"):
             generation_of(path)
         with pytest.raises(ConfigError, match=r"server\.curve\.secret_key_file"):
-            ServerCurve.load(CurveSection(secret_key_file=str(path)))
+            server_side(CurveSection(secret_key_file=str(path)))
 
 
 def test_an_obstacle_at_the_path_of_a_socket_or_store_is_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from transferd.storage.tokens import TokenStorage
 from transferd.tiers.registry import check_device
 from transferd.tiers.staging import slots_in
 from transferd.wire.credentials import may_give, resolve_group, resolve_uids
-from transferd.wire.curve import ServerCurve
+from transferd.wire.curve import server_side
 from transferd.wire.endpoint import check_path
 
 MOST_BLOCK_BYTES = 2**36
@@ -157,7 +157,7 @@ def examine(config: Config, plan: Plan) -> None:
             what = "this user may not give the socket to that group: it must be one of the user's own (usermod -aG)"
             raise ConfigError(f"server.{key}", what, group)
     if server.curve is not None:
-        ServerCurve.load(server.curve).server_side()
+        server_side(server.curve)
     _examine_packages(config, plan)
     _examine_addresses(config)
     _examine_descriptors(config)

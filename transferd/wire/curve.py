@@ -29,38 +29,23 @@ if TYPE_CHECKING:
 LONGEST_KEY_FILE = 4096  # bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCurve:
-    """The daemon's keys.
+def server_side(section: CurveSection) -> tuple[Callable[..., CurveServer], frozenset[bytes] | None]:
+    """Read the keys that `[server.curve]` names. Raises ConfigError, also if the package for them is missing.
 
-    allowed: the public keys, 32 bytes each, of permitted clients; if None, any client that has our public key may
-        connect.
+    Returns what makes the server's side of a handshake, and the public keys of permitted clients, 32 bytes each; if
+    None, any client that has our public key may connect.
     """
-
-    secret_key: bytes
-    allowed: frozenset[bytes] | None = None
-
-    @classmethod
-    def load(cls, section: CurveSection) -> ServerCurve:
-        """Read the keys that `[server.curve]` names. Raises ConfigError."""
-        name, path = "server.curve.secret_key_file", Path(section.secret_key_file)
-        secret = _read_key(name, path)
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o007:
-            raise ConfigError(name, f"is readable by every user (mode {mode:04o}); run chmod 640 on it", str(path))
-        if not section.client_keys_dir:
-            return cls(secret)
-        return cls(secret, client_keys(section.client_keys_dir))
-
-    def server_side(self) -> Callable[..., CurveServer]:
-        """Makes the server's side of a handshake. Raises ConfigError if the package for it is missing."""
-        try:
-            from transferd.wire.curve_server import CurveServer
-        except ImportError as error:
-            raise ConfigError(
-                "server.curve", f"needs the Python package PyNaCl (pip install pynacl): {error}"
-            ) from None
-        return functools.partial(CurveServer, z85.decode(self.secret_key))
+    name, path = "server.curve.secret_key_file", Path(section.secret_key_file)
+    secret = _read_key(name, path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o007:
+        raise ConfigError(name, f"is readable by every user (mode {mode:04o}); run chmod 640 on it", str(path))
+    allowed = client_keys(section.client_keys_dir) if section.client_keys_dir else None
+    try:
+        from transferd.wire.curve_server import CurveServer
+    except ImportError as error:
+        raise ConfigError("server.curve", f"needs the Python package PyNaCl (pip install pynacl): {error}") from None
+    return functools.partial(CurveServer, z85.decode(secret)), allowed
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from transferd.config import ServerSection
 from transferd.errors import Closed, ConfigError, NoDescriptors
 from transferd.runtime.descriptors import check_free
 from transferd.wire.credentials import Credentials, resolve_group, resolve_uids
-from transferd.wire.curve import ClientCurve, ServerCurve, client_keys
+from transferd.wire.curve import ClientCurve, client_keys, server_side
 from transferd.wire.obstacle import find_obstacle
 
 if TYPE_CHECKING:
@@ -308,9 +308,7 @@ class ZmqServerTransport:
         """Makes the server's side of a handshake with keys; None without [server.curve]. Raises ConfigError."""
         if self._config.curve is None:
             return None
-        keys = ServerCurve.load(self._config.curve)
-        curve_server = keys.server_side()
-        self._keys = keys.allowed
+        curve_server, self._keys = server_side(self._config.curve)
         return lambda: curve_server(b"ROUTER", ROUTED, lambda key: self._keys is None or key in self._keys)
 
     def peer(self, name: bytes) -> ServerPeer | None:
