@@ -92,7 +92,7 @@ class Settling:
         self._conversation = conversation
         self._tasks: OrderedDict[str, Push] = OrderedDict()  # the oldest first
         self._boots: set[Boot] = set()  # of these tasks, and of forgotten ones; some may be over
-        self._waiting: dict[str, set[asyncio.Future[bool]]] = {}  # callers, by task
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}  # callers, by task
         self._unasked: dict[str, None] = {}  # tasks to ask the daemon about, in the order of the calls
         self._questions: set[asyncio.Task[None]] = set()  # under way
         self._asking: asyncio.Handle | None = None
@@ -108,15 +108,14 @@ class Settling:
 
     def __contains__(self, task_id: str) -> bool:
         """Whether the task is not known to be settled."""
-        given = self._tasks.get(task_id)
-        return given is not None and not given.boot.over
+        self._drop_known()
+        return task_id in self._tasks
 
     def welcomed(self, welcome: wire.Welcome) -> None:
         """A daemon has answered. Call it before the tasks of an earlier daemon are given up."""
         last = None if self.push is None else self.push.boot
         if last is not None and last.boot_id == welcome.boot_id:
-            if self.push is not None and self.push.session != welcome.session:
-                self.push = Push(last, welcome.session)
+            self.push = Push(last, welcome.session)
             self._ask_soon()
             return
         process = WatchedProcess.find(welcome.process)
@@ -155,25 +154,23 @@ class Settling:
             return True
         if timeout <= 0:
             return False
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
-        limit = None if timeout == math.inf else loop.call_later(timeout, resolve, future, False)
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(task_id, set()).add(future)
         self._unasked[task_id] = None
         self._ask_soon()
-        self._look_later()
+        if not self._looking:
+            self._complain_at = self._conversation.now + COMPLAIN_S
+            self._looking.set(LOOK_S, self._look)
         try:
-            told = await future
+            await asyncio.wait({future}, timeout=None if timeout == math.inf else timeout)
         finally:
-            if limit is not None:
-                limit.cancel()
             self._waiting[task_id].discard(future)
             if not self._waiting[task_id]:
                 del self._waiting[task_id]
                 self._unasked.pop(task_id, None)
             if not self._waiting:
                 self._looking.cancel()
-        return (told and task_id not in self) or self._known(task_id)  # else it was given up again meanwhile
+        return (future.done() and task_id not in self) or self._known(task_id)  # else it was given up again meanwhile
 
     def unknown(self, task_id: str) -> None:
         """Log that a cancelled task may still use its blocks; of many at once, the first."""
@@ -185,12 +182,8 @@ class Settling:
             log.warning(what, self._conversation.endpoint, task_id, len(self._tasks))
 
     def _known(self, task_id: str) -> bool:
-        """Whether nothing touches the task's blocks. Forgets it then."""
-        given = self._tasks.get(task_id) or self._forgotten()
-        if given is not None and not given.boot.over:
-            return False
-        self._tasks.pop(task_id, None)
-        return True
+        """Whether nothing touches the task's blocks."""
+        return task_id not in self and not self._has_forgotten
 
     # --- asking the daemon --------------------------------------------------------------------------
 
@@ -242,14 +235,9 @@ class Settling:
         """Tell the callers that the task is settled."""
         self._unasked.pop(task_id, None)
         for future in self._waiting.get(task_id, ()):
-            resolve(future, True)
+            resolve(future, None)
 
     # --- looking ------------------------------------------------------------------------------------
-
-    def _look_later(self) -> None:
-        if not self._looking:
-            self._complain_at = self._conversation.now + COMPLAIN_S
-            self._looking.set(LOOK_S, self._look)
 
     def _look(self) -> None:
         self._wake_known()
@@ -263,22 +251,21 @@ class Settling:
 
     def _wake_known(self) -> None:
         """Wake those whose daemon is over."""
-        over = {boot: boot.over for boot in self._boots} if self._waiting else {}
-        known = []
-        for task_id in self._waiting:
-            given = self._tasks.get(task_id) or self._forgotten()
-            if given is None or over.get(given.boot, True):
-                known.append(task_id)
-        in_slices(known, self._wake)
+        self._drop_known()
+        if not self._has_forgotten:
+            in_slices([task_id for task_id in self._waiting if task_id not in self._tasks], self._wake)
 
-    def _forgotten(self) -> Push | None:
-        """A stand-in for a task that is not kept; None if no such task was forgotten."""
-        return next((Push(boot, 0) for boot in self._boots if boot.forgotten and not boot.over), None)
+    @property
+    def _has_forgotten(self) -> bool:
+        """Whether a task that is not kept may not be settled."""
+        return any(boot.forgotten for boot in self._boots)
 
     def _drop_known(self) -> None:
-        for task_id in [task_id for task_id, given in self._tasks.items() if given.boot.over]:
-            del self._tasks[task_id]
-        self._boots = {boot for boot in self._boots if not boot.over}
+        """Forget the tasks of daemons that are over, and these daemons."""
+        if over := {boot for boot in self._boots if boot.over}:
+            self._boots -= over
+            for task_id in [task_id for task_id, given in self._tasks.items() if given.boot in over]:
+                del self._tasks[task_id]
 
 
 def in_slices(each: Sequence[T], act: Callable[[T], object], size: int = SLICE) -> None:
