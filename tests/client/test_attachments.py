@@ -30,7 +30,7 @@ class Shared:
         self.memory = Attachments(self.world.conversation)
         self.world.conversation.renewed = self.renew
         self.heard: list[tuple[str, int]] = []
-        self.memory.on_new_boot = self.hear
+        self.world.conversation.on_new_boot = self.hear
 
     def renew(self) -> None:
         for body in self.memory.again():
@@ -145,7 +145,7 @@ def test_our_own_clear_does_not_notify_but_outdates_the_memory() -> None:
 
 def test_without_a_listener_the_log_warns(caplog: pytest.LogCaptureFixture) -> None:
     async def program(shared: Shared) -> None:
-        shared.memory.on_new_boot = None
+        shared.world.conversation.on_new_boot = None
         shared.welcome()
         shared.attach(1, "b1", 0)
         shared.welcome(boot_id="b2")
@@ -167,11 +167,11 @@ def test_a_listener_may_be_a_coroutine_function_and_may_fail(caplog: pytest.LogC
         def at_once() -> None:
             raise RuntimeError("at once")
 
-        shared.memory.on_new_boot = later
+        shared.world.conversation.on_new_boot = later
         shared.welcome()
         shared.welcome(boot_id="b2")
         await asyncio.sleep(0.01)
-        shared.memory.on_new_boot = at_once
+        shared.world.conversation.on_new_boot = at_once
         shared.welcome(boot_id="b3")
         assert shared.world.conversation.session.boot_id == "b3"
 

@@ -118,12 +118,11 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         Either another daemon answers, or another client has cleared the cache: forget all blocks and `reattach`. It
         may be a coroutine function. Without one, the client logs a warning.
         """
-        return self._attached.on_new_boot
+        return self._conversation.on_new_boot
 
     @on_new_boot.setter
     def on_new_boot(self, hear: Callable[[], object] | None) -> None:
-        self._attached.on_new_boot = hear
-        self._conversation.returns = hear is not None
+        self._conversation.on_new_boot = hear
 
     @property
     def boot_id(self) -> str:

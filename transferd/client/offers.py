@@ -246,7 +246,6 @@ class Attachments:
         self._reactions = Background()  # coroutines that on_new_boot has returned
         self.outdated: list[int] = []
         self.orphaned: list[int] = []
-        self.on_new_boot: Callable[[], object] | None = None
         self.changing = 0
 
     @property
@@ -307,13 +306,12 @@ class Attachments:
 
     def _notify(self, why: str) -> None:
         gone = f"; attach rank {', '.join(map(str, self.outdated))} again" if self.outdated else ""
-        if self.on_new_boot is None:
+        hear = self._conversation.on_new_boot
+        if hear is None:
             gone += " (set Client.on_new_boot to hear of this)"
         log.warning("%s: %s, so all of its blocks are empty%s", self._conversation.endpoint, why, gone)
-        if self.on_new_boot is None:
-            return
         try:
-            reaction = self.on_new_boot()
+            reaction = None if hear is None else hear()
         except Exception:
             log.exception("on_new_boot failed")
             return

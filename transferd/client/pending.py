@@ -40,7 +40,7 @@ UNKNOWN = frozenset({"daemon_lost", "no_answer", "closed", "internal", "identity
 class Pending:
     """One pending request. The caller holds `future` and may cancel it at any time."""
 
-    __slots__ = ("_complain", "body", "deadline", "future", "push")
+    __slots__ = ("body", "complain", "deadline", "future", "push")
     admitted: asyncio.Future[None] | None = None  # of a task whose caller waits for that
 
     def __init__(
@@ -54,7 +54,7 @@ class Pending:
         self.body = body
         self.future = future
         self.deadline = deadline
-        self._complain = complain
+        self.complain = complain
         self.push: Push | None = None  # None until it was sent
 
     def progressed(self, layers: int) -> None:
@@ -64,8 +64,8 @@ class Pending:
         resolve(self.future, value)
 
     def fail(self, error: TransferError) -> None:
-        if self._complain is not None and not isinstance(error, DaemonLost | Closed):
-            self._complain(f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})")
+        if self.complain is not None and not isinstance(error, DaemonLost | Closed):
+            self.complain(f"the daemon refused to repeat {type(self.body).__name__.lower()}: {error} ({error.reason})")
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # mark it retrieved: the caller may have stopped waiting

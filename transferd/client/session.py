@@ -26,13 +26,12 @@ import logging
 import math
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from transferd.client.counts import Counts
 from transferd.client.heartbeat import DOUBT_S, FIRST_HELLO_S, Heartbeat, Presence
 from transferd.client.identity import MISMATCH, Served
 from transferd.client.pending import Pending, PendingTask, error_of
@@ -50,7 +49,7 @@ from transferd.errors import (
 from transferd.runtime.aio import Timer, resolve
 from transferd.runtime.clock import Clock
 from transferd.runtime.compat import wait_for
-from transferd.tasks import ErrorInfo
+from transferd.tasks import NOT_STORED, ErrorInfo
 from transferd.wire import protocol as wire
 from transferd.wire.obstacle import listener_of, wants_machine
 from transferd.wire.transport import ClientTransport
@@ -62,6 +61,7 @@ RETRY_SEND_S = 0.02  # the pause before we try a full transport again
 CANCEL_S = 30.0  # how long a cancel is repeated that nobody waits for
 ASK_S = 30.0  # for the newest Welcome
 MOST_COMPLAINTS = 64  # remembered, so that none is logged twice
+MOST_CODES = 16  # of tasks turned away, in one Hello
 OVERDUE_EVERY_S = 5.0  # how often pending requests are checked against their time limits
 
 UNSAYABLE = (ValueError, TypeError, OverflowError)  # raised by encoding: lone surrogates, foreign objects, huge ints
@@ -91,7 +91,8 @@ class Conversation:
         self.token = self._given = token  # of the engine's registration; _given: by the caller
         self.session = NO_SESSION
         self.renewed: Callable[[], object] = lambda: None
-        self.settling, self.returns = Settling(self), False  # returns: the engine hears of a new daemon, and attaches
+        self.settling = Settling(self)
+        self.on_new_boot: Callable[[], object] | None = None  # how the engine hears of a new daemon, and attaches
         self.served = Served()
         self._heart = Heartbeat()
         self._transport = transport
@@ -101,7 +102,6 @@ class Conversation:
         self._seq = 0
         self._pending: dict[int, Pending] = {}  # by seq, in the order of the calls
         self.pushes: dict[str, list[PendingTask]] = {}  # that have not ended, by task_id
-        self._repeated: list[int] = []  # of these, what `repeat` has asked in the newest session
         self._unsent: deque[int] = deque()
         self._beat_timer, self._send_timer = Timer(), Timer()
         self._overdue_at = math.inf
@@ -310,11 +310,10 @@ class Conversation:
         anew: a session has begun since the last ones; those are dropped, because each new session repeats all pending
             requests, so they would pile up for as long as answers are lost.
         """
-        still = [seq for seq in self._repeated if seq in self._pending]
-        for seq in still if anew else ():
-            del self._pending[seq]
-        sent = [self.ask(Pending(body, self.new_future(), self.now + limit, self.complain)) for body, limit in requests]
-        self._repeated = sent if anew else [*still, *sent]
+        if anew:
+            self._pending = {seq: one for seq, one in self._pending.items() if one.complain is None}
+        for body, limit in requests:
+            self.ask(Pending(body, self.new_future(), self.now + limit, self.complain))
 
     def complain(self, what: str) -> None:
         """Log a refusal of something repeated, once."""
@@ -411,8 +410,8 @@ class Conversation:
             if (pending := self._pending.get(seq)) is not None:
                 pending.progressed(body.layers)
         elif isinstance(body, wire.Welcome):
+            self._answer(seq, body)  # first: whatever else this ends, it has its answer
             self._welcomed(seq, body)
-            self._answer(seq, body)
         elif isinstance(body, wire.Value):
             self._answer(seq, body.value)
         else:
@@ -452,7 +451,7 @@ class Conversation:
         self.settling.welcomed(welcome)
         if another and before is not NO_SESSION:
             what = f"{self.endpoint}: the daemon was restarted (boot {welcome.boot_id}, was {before.boot_id})"
-            self._fail_all(DaemonLost(what), but=seq)
+            self._fail_all(DaemonLost(what))
         self.session = welcome
         again = not another and welcome.session != before.session
         waiting = list(self._pending if again else self._unsent)
@@ -479,7 +478,7 @@ class Conversation:
         self._transport.send(wire.encode_request(self._seq, self.counts.said(self._seq, self.hello())))
 
     def hello(self) -> wire.Hello:
-        return self.weights.said(wire.Hello(self.engine, self.token, returns=self.returns))
+        return self.weights.said(wire.Hello(self.engine, self.token, returns=self.on_new_boot is not None))
 
     def _beat(self) -> None:
         now = self._now()
@@ -504,13 +503,11 @@ class Conversation:
         if self.session is not NO_SESSION:
             self.post(wire.Bye())
 
-    def _fail_all(self, error: TransferError, *, but: int = 0, at_once: bool = False) -> None:
-        """End everything pending, except the request `but`; unless `at_once`, some in each turn of the loop."""
-        kept, ended = self._pending.pop(but, None), list(self._pending.values())
+    def _fail_all(self, error: TransferError, *, at_once: bool = False) -> None:
+        """End everything pending; unless `at_once`, some in each turn of the loop."""
+        ended = list(self._pending.values())
         self._pending.clear()
         self._unsent.clear()
-        if kept is not None:
-            self._pending[but] = kept
         in_slices(ended, lambda one: one.fail(error), len(ended) if at_once else SLICE)
 
     def _end_spoiled(self) -> None:
@@ -532,3 +529,48 @@ class Conversation:
         if isinstance(pending, PendingTask) and pending.push is not None:
             self.post(wire.Cancel(pending.body.task_id))
         pending.fail(error)
+
+
+class Counts:
+    """What a client counts for reports: tasks that it rejects itself, and blocks that its engine did not store.
+
+    A Hello carries the counts. Its Welcome confirms them; if a later Welcome comes first, that Hello was lost, and the
+    next one repeats them.
+    """
+
+    def __init__(self) -> None:
+        self._turned_away: Counter[str] = Counter()  # tasks, by code
+        self._not_stored: Counter[str] = Counter()  # blocks, by reason
+        self._said: tuple[int, wire.Hello] | None = None  # the one under way that reports them
+
+    def turned_away(self, code: str) -> None:
+        """Count a task that was never sent."""
+        if len(self._turned_away) < MOST_CODES or code in self._turned_away:
+            self._turned_away[code] += 1
+
+    def not_stored(self, reason: str, blocks: int) -> None:
+        """Count blocks. Raises RequestError for what a daemon would refuse, and the Hello with it."""
+        if reason not in NOT_STORED or type(blocks) is not int or blocks < 0:
+            what = f"expected one of {', '.join(NOT_STORED)} and a number of blocks"
+            raise RequestError(f"{what}, not {reason!r} and {blocks!r}", code="bad_value")
+        self._not_stored[reason] += blocks
+
+    def said(self, seq: int, hello: wire.Hello) -> wire.Hello:
+        """The Hello of this number, with what is to be reported, unless an earlier one is under way with counts."""
+        if self._said is None and (self._turned_away or self._not_stored):
+            tasks, blocks = _of_one_hello(self._turned_away), _of_one_hello(self._not_stored)
+            hello = msgspec.structs.replace(hello, turned_away=tasks, not_stored=blocks)
+            self._said = seq, hello
+        return hello
+
+    def welcomed(self, seq: int) -> None:
+        """Note the Welcome that answers the Hello of this number."""
+        if self._said is not None and seq >= self._said[0]:
+            (number, hello), self._said = self._said, None
+            if seq == number:
+                self._turned_away -= Counter(hello.turned_away)
+                self._not_stored -= Counter(hello.not_stored)
+
+
+def _of_one_hello(counts: Counter[str]) -> dict[str, int]:
+    return {name: min(count, wire.MOST_COUNTED) for name, count in counts.items() if count > 0}
