@@ -24,7 +24,7 @@ ANSWERS: dict[str, wire.ReplyBody] = {
 class FullTransport(NamedPeers):
     """Takes nothing, as when the peer does not read."""
 
-    def start(self, on_message: object) -> None: ...
+    def start(self, *_: object) -> None: ...
 
     def send(self, peer: bytes, payload: bytes) -> bool:
         return False

@@ -28,7 +28,7 @@ class Processes(NamedPeers):
     def __init__(self, pids: Mapping[bytes, int | None], users: Mapping[bytes, int]) -> None:
         self.pids, self.users = pids, users
 
-    def start(self, on_message: object) -> None: ...
+    def start(self, *_: object) -> None: ...
 
     def send(self, _peer: bytes, _payload: bytes) -> bool:
         return True

@@ -37,7 +37,7 @@ class Line(NamedPeers):
         self.receive: Callable[[bytes, bytes], None]
         self.closed = False
 
-    def start(self, on_message: Callable[[bytes, bytes | memoryview], None]) -> None:
+    def start(self, on_message: Callable[[bytes, bytes | memoryview], None], *_: object) -> None:
         self.receive = on_message
 
     def send(self, peer: bytes, payload: bytes) -> bool:

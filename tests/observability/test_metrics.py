@@ -40,7 +40,6 @@ from transferd.runtime.clock import Clock
 from transferd.runtime.compat import timeout, wait_for
 from transferd.storage.mooncake import MooncakeStorage, error_codes
 from transferd.tasks import ErrorInfo, Lane, RankOutcome, RankResult, Status, SwapInTask, TaskResult
-from transferd.wire.transport import ServerMessage
 from transferd.workers.job import Job
 from transferd.workers.rank import HUNG_S
 
@@ -215,7 +214,7 @@ async def test_a_port_in_use_is_one_clear_error(server: HttpServer) -> None:
 class NoTransport(NamedPeers):
     """Nobody connects; one kind of refusal is counted, at 0."""
 
-    def start(self, on_message: ServerMessage) -> None: ...
+    def start(self, *_: object) -> None: ...
     def send(self, peer: bytes, payload: bytes) -> bool:
         return True
 

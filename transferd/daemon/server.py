@@ -83,8 +83,7 @@ class Server:
 
     async def start(self) -> None:
         """Listen. Raises ConfigError."""
-        self._transport.left = self._disconnected
-        self._transport.start(self._received)
+        self._transport.start(self._received, self._disconnected)
 
     async def close(self) -> None:
         """Stop listening. The transport's linger bounds the time to deliver what was sent."""

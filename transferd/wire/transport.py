@@ -62,6 +62,7 @@ ROUTED = frozenset((b"DEALER", b"REQ", b"ROUTER"))  # the sockets of peers that 
 DRAIN_LIMIT = 64  # messages per wake-up: about a millisecond of work before timers run again
 
 ServerMessage = Callable[[bytes, bytes | memoryview], None]
+PeerLeft = Callable[[bytes], None]
 ClientMessage = Callable[[bytes | memoryview], None]
 
 
@@ -99,15 +100,15 @@ class ServerTransport(Protocol):
     of a peer can contain a name that counts, so reports and logs may show them.
     """
 
-    left: Callable[[bytes], None] | None = None  # called with the name of a peer whose connection has ended
-
     @property
     def endpoints(self) -> Sequence[str]:
         """The endpoints that this transport listens on; after `start`, with wildcards filled in."""
         ...
 
-    def start(self, on_message: ServerMessage) -> None:
+    def start(self, on_message: ServerMessage, left: PeerLeft = ..., /) -> None:
         """Listen, and call `on_message(peer, payload)` for each message. Raises ConfigError naming the endpoint.
+
+        left: called with the name of a peer whose connection has ended.
 
         A message that is not exactly one frame arrives as an empty payload, which the protocol rejects.
         """
@@ -243,7 +244,6 @@ class ZmqServerTransport:
     """
 
     MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
-    left: Callable[[bytes], None] | None = None
 
     def __init__(self, config: ServerSection) -> None:
         self._config = config
@@ -252,7 +252,7 @@ class ZmqServerTransport:
         self.endpoints: Sequence[str] = list(config.endpoints)
         self.observer_endpoint = config.observer_endpoint
 
-    def start(self, on_message: ServerMessage) -> None:
+    def start(self, on_message: ServerMessage, left: PeerLeft = lambda _: None, /) -> None:
         """Lock and bind every endpoint, or none. Raises ConfigError."""
         from transferd.wire.acceptor import Acceptor  # clients, which share this module, do not need it
 
@@ -264,7 +264,7 @@ class ZmqServerTransport:
         observer_group = resolve_group("server.observer_group", config.observer_group)
         common = self._door(on_message, allowed and allowed | observing, observing - allowed)
         watching = self._door(on_message, observing and allowed | observing, None)
-        acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), self._ended)
+        acceptor = Acceptor(config.max_connections, receive_limit(config.max_message), lambda one: left(one.peer))
 
         def listen(key: str, endpoint: str, door: Door, mode: int, gid: int) -> str:
             """Keys are for tcp: the kernel identifies the peers of unix sockets, and so they need none."""
@@ -282,10 +282,6 @@ class ZmqServerTransport:
             acceptor.close()
             raise
         self._acceptor = acceptor
-
-    def _ended(self, connection: ServerPeer) -> None:
-        if self.left is not None:
-            self.left(connection.peer)  # type: ignore[attr-defined] # it is a ZmtpConnection
 
     def _door(self, on_message: ServerMessage, users: frozenset[int], observers: frozenset[int] | None) -> Door:
         """What a ROUTER socket of these users accepts.

@@ -234,7 +234,7 @@ class SimServerTransport(NamedPeers):
         self._on_message: Callable[[bytes, bytes], None] | None = None
         self.context: Context | None = None
 
-    def start(self, on_message: Callable[[bytes, bytes], None]) -> None:
+    def start(self, on_message: Callable[[bytes, bytes], None], *_: object) -> None:
         self._on_message, self.context = on_message, copy_context()
         self._network.listen(self)
 

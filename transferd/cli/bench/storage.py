@@ -29,7 +29,7 @@ from transferd.runtime.compat import Runner
 from transferd.storage.file_io import map_files
 from transferd.tasks import ReadStorageTask, Status, Task, TaskResult, WriteStorageTask
 from transferd.tiers.segment import attach_arrays
-from transferd.wire.transport import ServerMessage, ServerTransport
+from transferd.wire.transport import ServerTransport
 
 CACHE = {"ranks": 1, "layers": 16, "kv_heads": 4, "head_dim": 128, "block_size": 64, "device_blocks": 2 * OBJECTS}
 
@@ -42,7 +42,7 @@ class InProcess(ServerTransport):
     def __init__(self) -> None:
         self.waiting: dict[int, asyncio.Future[TaskResult]] = {}
 
-    def start(self, on_message: ServerMessage) -> None:
+    def start(self, *_: object) -> None:
         """No messages arrive; `submit` hands tasks to the coordinator."""
 
     def peer(self, _name: bytes) -> None:
