@@ -277,7 +277,7 @@ async def test_a_turn_that_is_over_leaves_input_in_the_sockets_and_nothing_is_lo
 
 @pytest.fixture
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_RECEIVED", 3 * MIB)
+    monkeypatch.setattr(connection, "MOST_RECEIVED", 3 * MIB)
 
 
 @pytest.mark.usefixtures("small_room")
@@ -348,24 +348,24 @@ async def test_unread_answers_of_one_peer_are_bounded_and_read_ones_are_whole(pl
     [there] = await place.joined(1)
     assert there.send(bytes(5 * MIB)), "a single one may be larger"
     assert not there.send(b"one more")
-    assert place.acceptor.outbox.unread == there.unread <= 5 * MIB + 10
+    assert place.acceptor.unread == there.unread <= 5 * MIB + 10
     await peer.read(64 + 2)
     await peer.read(5 * MIB)
     await until(lambda: not there.unread, within=30)
-    assert place.acceptor.outbox.unread == 0
+    assert place.acceptor.unread == 0
     assert there.send(b"room again")
 
 
 async def test_unread_answers_of_all_peers_are_bounded_by_ending_the_peer_with_most(tmp_path: Path) -> None:
     place = Place(tmp_path, unread=4 * MIB)
-    place.acceptor.outbox.most = 10 * MIB
+    place.acceptor.most_unread = 10 * MIB
     deaf = [place.peer() for _ in range(4)]
     connections = await place.joined(4)
     for number, there in enumerate(connections):
         for _ in range(12 + number):
             there.send(bytes(MIB // 4))
             there.flush()
-        assert place.acceptor.outbox.unread <= 10 * MIB
+        assert place.acceptor.unread <= 10 * MIB
     assert place.acceptor.refused["unread_answers"] >= 1
     good = place.peer()
     await until(lambda: place.acceptor.connections.keys() - {one.peer for one in connections}, within=30)

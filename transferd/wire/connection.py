@@ -1,4 +1,4 @@
-"""An accepted connection, from its handshake to its end, and when it reads and writes among the others.
+"""Accepted connections, each from its handshake to its end, and when it reads and writes among the others.
 
 All connections together handle frames in the loop's turns (runtime/loop_turns.py): each that is ready reads once, works
 and answers once.
@@ -10,16 +10,18 @@ import asyncio
 import itertools
 import select
 import socket as sockets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+import structlog
 
 from transferd.runtime.aio import Timer
-from transferd.runtime.loop_turns import FRAMES, LoopTurns, Spent, now
+from transferd.runtime.loop_turns import FRAMES, Spent, loop_turns, now
 from transferd.wire.credentials import Credentials
 from transferd.wire.passing import MARK, TOKEN_BYTES, Descriptors, Passed
-from transferd.wire.shares import UNBUDGETED, Room, User
+from transferd.wire.shares import MOST_RECEIVED, UNBUDGETED, Places, Room, User
 from transferd.wire.zmtp import (
     COMMAND,
     ERROR_400,
@@ -37,6 +39,15 @@ from transferd.wire.zmtp import (
 if TYPE_CHECKING:
     from transferd.wire.curve_server import CurveCipher, CurveServer
 
+log = structlog.get_logger(__name__)
+
+# Why a connection was refused or broken off; each is counted.
+REFUSALS = (
+    "unknown_key", "unknown_user", "handshake_failed", "too_many_connections", "protocol_error", "unread_answers",
+    "stalled_message", "out_of_memory",
+)  # fmt: skip
+READY_AT_ONCE = 256  # sockets that one call tells of; the next call begins with the others
+COSTLIER_S = 0.001  # whoever has cost so much more than those before is worked for after their answers have left
 CHUNK = 16 * 1024  # bytes read at a time: about as much as a turn handles, and the most that waits for a turn
 MOST_UNREAD = 64 * 1024**2  # bytes of answers that one peer has not read; a single one may be larger
 MOST_UNREAD_OF_ALL = 256 * 1024**2
@@ -83,19 +94,85 @@ def one_frame(
     return received
 
 
-class Outbox:
-    """Bytes that are sent and not yet read. All messages of one turn of the loop leave together, at its end."""
+class Connections:
+    """All connections of one acceptor, and what they share: places, memory, turns of the loop, and when output leaves.
 
-    def __init__(self, most: int = MOST_UNREAD_OF_ALL) -> None:
-        self.unread = 0  # bytes, of all connections
-        self.most = most
+    All messages of one turn of the loop leave together, at its end.
+
+    connections: the open ones, by name.
+    refused: connections refused or broken off, by reason.
+    unread: bytes that were sent and are not read yet, of all of them.
+    """
+
+    def __init__(
+        self, largest: int, ended: Callable[[ZmtpConnection], None], drained: Callable[[ZmtpConnection], None]
+    ) -> None:
+        """Have none yet.
+
+        largest: the most bytes of a message.
+        ended: called after a connection has ended.
+        drained: called when a peer that had fallen behind has read all.
+        """
+        self._ended = ended
+        self.drained = drained
         self._loop = asyncio.get_running_loop()
+        self._shaking: dict[ZmtpConnection, float] = {}  # since when; their handshake has not ended; oldest first
+        self.connections: dict[bytes, ZmtpConnection] = {}
+        self.refused = Counter[str](dict.fromkeys(REFUSALS, 0))
+        self._places = Places()
+        self.turns = loop_turns()
+        self.room: Room[ZmtpConnection] = Room(
+            max(MOST_RECEIVED, largest), lambda connection: connection.break_off("stalled_message")
+        )
+        self.passed = Passed()
+        self.unread, self.most_unread = 0, MOST_UNREAD_OF_ALL
         self._new: list[ZmtpConnection] = []  # connections with output that no call has tried to write
-        self.held = False  # whoever has set it calls `flush` in the same turn
+        self._turn = False  # whether one is under way, which calls `flush` at its end
+        self._watched: dict[int, ZmtpConnection] = {}  # by descriptor
+        self._epoll = select.epoll()
+        self._loop.add_reader(self._epoll.fileno(), self._ready)
 
-    def add(self, connection: ZmtpConnection) -> None:
+    def watch(self, connection: ZmtpConnection, before: int, events: int) -> None:
+        """Have `connection.ready` called when its socket is. before: the events that were watched; 0 for none."""
+        descriptor = connection.descriptor
+        if not before:
+            self._watched[descriptor] = connection
+            self._epoll.register(descriptor, events)
+        elif events:
+            self._epoll.modify(descriptor, events)
+        else:
+            del self._watched[descriptor]
+            self._epoll.unregister(descriptor)
+
+    def _ready(self) -> None:
+        """One turn over those that are ready, first those that have cost least.
+
+        Who is left over when the turn ends is ready in the next one, too: nothing of it has been read.
+        """
+        watched, turns, until = self._watched, self.turns, self.turns.begin()
+        more = self._turn = True
+        while more:
+            ready = [(watched[descriptor], events) for descriptor, events in self._epoll.poll(0, READY_AT_ONCE)]
+            if len(ready) > 1:
+                ready.sort(key=lambda one: one[0].spent.at)
+            more = len(ready) == READY_AT_ONCE
+            cost = ready[0][0].spent.at if ready else 0.0
+            turns.reached(cost)
+            for connection, events in ready:
+                if connection.spent.at > cost + COSTLIER_S:
+                    self.flush()
+                cost = connection.spent.at
+                connection.ready(events)
+                if now() >= until:
+                    more = False
+                    break
+            self.flush()
+        self._turn = False
+
+    def flush_soon(self, connection: ZmtpConnection) -> None:
+        """Write what this connection sends at the end of the turn."""
         self._new.append(connection)
-        if len(self._new) == 1 and not self.held:
+        if len(self._new) == 1 and not self._turn:
             self._loop.call_soon(self.flush)
 
     def flush(self) -> None:
@@ -103,21 +180,33 @@ class Outbox:
         for connection in new:
             connection.flush()
 
+    def opened(self, connection: ZmtpConnection) -> None:
+        self._shaking.pop(connection, None)
+        self.connections[connection.peer] = connection
 
-class ConnectionOwner(Protocol):
-    """The part of the acceptor that a connection needs."""
+    def ended(self, connection: ZmtpConnection) -> None:
+        self._shaking.pop(connection, None)
+        self._places.leave(connection.user)
+        self.room.give_back(connection)
+        if self.connections.pop(connection.peer, None) is not None:
+            self._ended(connection)
 
-    turns: LoopTurns
-    room: Room[ZmtpConnection]
-    outbox: Outbox
-    drained: Callable[[ZmtpConnection], None]  # called when the peer had fallen behind, and has read all
-    passed: Passed
+    def count(self, reason: str, where: str, problem: str = "") -> None:
+        self.refused[reason] += 1
+        more = {"problem": problem} if problem else {}
+        log.warning("connection refused", reason=reason, peer=where, **more)
 
-    def watch(self, connection: ZmtpConnection, before: int, events: int) -> None: ...
-    def opened(self, connection: ZmtpConnection) -> None: ...
-    def ended(self, connection: ZmtpConnection) -> None: ...
-    def count(self, reason: str, where: str, problem: str = "") -> None: ...
-    def has_room(self, connection: ZmtpConnection, size: int) -> bool: ...
+    def has_room(self, connection: ZmtpConnection, size: int) -> bool:
+        """Whether so many bytes may wait for this peer. If all have too many, the peer with most unread must go."""
+        connection.flush()
+        if connection.unread and connection.unread + size > connection.door.unread:
+            return False
+        while self.unread and self.unread + size > self.most_unread:
+            most = max(self.connections.values(), key=lambda other: other.unread)
+            if most is connection or not most.unread:
+                return False
+            most.break_off("unread_answers")
+        return not connection.closed
 
 
 class ZmtpConnection:
@@ -135,7 +224,7 @@ class ZmtpConnection:
 
     def __init__(
         self,
-        acceptor: ConnectionOwner,
+        acceptor: Connections,
         door: Door,
         sock: sockets.socket,
         peer: bytes,
@@ -162,7 +251,7 @@ class ZmtpConnection:
             Null(door.socket_type, door.permitted, refusal) if door.curve is None else door.curve()
         )
         self._out: deque[bytes | memoryview] = deque()
-        self._new = False  # in the outbox's list
+        self._new = False  # a flush will come
         self._events = 0  # IN while it reads; OUT while it waits until the socket can take more
         self._patience = Timer()
         self._patience.set(HANDSHAKE_S, self.break_off, "handshake_failed", f"no handshake within {HANDSHAKE_S:g} s")
@@ -217,7 +306,7 @@ class ZmtpConnection:
             frames.feed(data)
         else:
             frames.filled(count)
-            self._acceptor.outbox.flush()  # a large message may cost much, so others' answers leave before
+            self._acceptor.flush()  # a large message may cost much, so others' answers leave before
         self.work(FRAMES)
 
     def _first(self) -> bytes:
@@ -359,9 +448,9 @@ class ZmtpConnection:
         if self.closed:
             return False
         size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
-        outbox, unread = self._acceptor.outbox, self.unread + size
-        scarce = unread > self.door.unread or outbox.unread + size > outbox.most
-        if scarce and not self._acceptor.has_room(self, size):
+        acceptor, unread = self._acceptor, self.unread + size
+        scarce = unread > self.door.unread or acceptor.unread + size > acceptor.most_unread
+        if scarce and not acceptor.has_room(self, size):
             return False
         if len(frames) > 1 and size < JOINED and self._cipher is None:  # one buffer instead of one for each frame
             last = len(frames) - 1
@@ -386,11 +475,11 @@ class ZmtpConnection:
         self._out.append(data)
         size = len(data)
         self.unread += size
-        outbox = self._acceptor.outbox
-        outbox.unread += size
+        acceptor = self._acceptor
+        acceptor.unread += size
         if not (self._new or self._events & OUT):  # else a flush will come anyway
             self._new = True
-            outbox.add(self)
+            acceptor.flush_soon(self)
 
     def flush(self) -> None:
         """Write as much as the socket takes. The loop calls again when it takes more."""
@@ -422,7 +511,7 @@ class ZmtpConnection:
         else:
             count = self._sock.sendmsg(list(itertools.islice(out, MOST_PIECES)))
         self.unread -= count
-        self._acceptor.outbox.unread -= count
+        self._acceptor.unread -= count
         while count:
             size = len(out[0])
             if size > count:
@@ -451,6 +540,6 @@ class ZmtpConnection:
         self._acceptor.ended(self)
 
     def _forget_unsent(self) -> None:
-        self._acceptor.outbox.unread -= self.unread
+        self._acceptor.unread -= self.unread
         self.unread = 0
         self._out.clear()
