@@ -36,24 +36,15 @@ if TYPE_CHECKING:
     from transferd.wire.passing import Descriptors
 
 
-LARGE = 64 * 1024  # bytes; below this a copy costs less than keeping the frame
-
-
 def one_frame(socket: zmq.Socket[bytes]) -> bytes | memoryview:
-    """Receive a message of one frame; return b"" if it has several: drops the others.
+    """Receive a message of one frame, as a view of it; return b"" if it has several: drops the others.
 
-    Copies the bytes; if they are many, or memory is short, returns a view instead, so that no message is lost. (A
-    copying `recv` removes the message from the socket before it runs out of memory for the copy.)
+    A copying `recv` removes the message from the socket before it runs out of memory for the copy.
     """
     frame = socket.recv(zmq.DONTWAIT, copy=False)
     if frame.more:
         socket.recv_multipart(zmq.DONTWAIT)
         return b""
-    if len(frame) < LARGE:
-        try:
-            return frame.bytes
-        except MemoryError:
-            pass
     return frame.buffer
 
 
