@@ -452,10 +452,6 @@ class ZmtpConnection:
         scarce = unread > self.door.unread or acceptor.unread + size > acceptor.most_unread
         if scarce and not acceptor.has_room(self, size):
             return False
-        if len(frames) > 1 and size < JOINED and self._cipher is None:  # one buffer instead of one for each frame
-            last = len(frames) - 1
-            self._put(b"".join([header(MORE * (n < last), len(f)) + f for n, f in enumerate(frames)]))
-            return True
         for frame in frames[:-1]:
             self._send(MORE, frame)
         self._send(0, frames[-1])
