@@ -10,7 +10,7 @@ import msgspec
 
 from transferd.blocks.fingerprint import Facts, refusal
 from transferd.client.calls import CONTROL_TIMEOUT_S, Calls
-from transferd.client.offers import Attachments, Holds, Offers
+from transferd.client.offers import QUIET_TIMEOUT_S, Attachments, Holds, Offers
 from transferd.client.pending import changed_nothing
 from transferd.client.session import Conversation
 from transferd.client.weights import Repeating
@@ -20,7 +20,6 @@ from transferd.wire import protocol as wire
 
 UNREGISTERED = "unregistered"  # how a registration ended: by a client of its own, for all of them
 REGISTER_TIMEOUT_S = 600.0  # to allocate host blocks: pinning hundreds of GiB takes minutes
-UNREGISTER_TIMEOUT_S = 24 * 3600.0  # its tasks have their own deadlines
 
 
 class Layout(Protocol):
@@ -118,7 +117,7 @@ class Registration:
         """ended: called unless the engine is still there for certain."""
         made, self._made = self._made, None  # a new daemon must not get it meanwhile
         try:
-            await self._conversation.request(wire.Unregister(), UNREGISTER_TIMEOUT_S)
+            await self._conversation.request(wire.Unregister(), QUIET_TIMEOUT_S)
         except BaseException as error:
             if changed_nothing(error) and (not isinstance(error, RequestError) or error.reason != "unknown_engine"):
                 self._made = self._made or made

@@ -143,7 +143,7 @@ class Offers:
 
 
 Ask = Callable[[wire.ControlRequest, float], Awaitable[Any]]
-QUIET_TIMEOUT_S = 24 * 3600.0  # a pause and a drain wait for tasks, which have their own deadlines
+QUIET_TIMEOUT_S = 24 * 3600.0  # a pause, a drain and an unregister wait for tasks, which have their own deadlines
 
 
 class Holds:

@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -216,7 +216,10 @@ class Settling:
         task_id, *more = tasks
         try:
             said = await self._conversation.request(wire.Settled(task_id, session, more), ASK_LIMIT_S)
-            self._settle(tasks, (task_id,) if said is True else said if isinstance(said, list) else ())
+            for settled in (task_id,) if said is True else said if isinstance(said, list) else ():
+                if settled in tasks and self._tasks.get(settled) is tasks[settled]:
+                    del self._tasks[settled]
+                    self._wake(settled)
         except TransferError:  # lost again, closed, stopping, or too many ask
             again = False  # `_look` does
         finally:
@@ -224,12 +227,6 @@ class Settling:
             self._unasked |= {task_id: None for task_id in tasks if task_id in self._waiting}
         if again:
             self._ask_soon()
-
-    def _settle(self, tasks: dict[str, Push], task_ids: Iterable[str]) -> None:
-        for task_id in task_ids:
-            if task_id in tasks and self._tasks.get(task_id) is tasks[task_id]:
-                del self._tasks[task_id]
-                self._wake(task_id)
 
     def _wake(self, task_id: str) -> None:
         """Tell the callers that the task is settled."""
