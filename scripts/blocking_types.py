@@ -22,7 +22,7 @@ CLASSES = {  # the file and the name of each class of calls; its blocking form
     ("reports", "ReportCalls"): "BlockingReports",
     ("client", "Client"): "BlockingClient(BlockingStore, BlockingCache, BlockingControl, BlockingReports)",
 }
-OWN = frozenset({"connect", "close", "push", "connected", "on_new_boot"})  # SyncClient's own forms
+OWN = frozenset({"connect", "close", "push", "on_new_boot"})  # SyncClient's own forms
 HEAD = "# The types of blocking.py. Made by scripts/blocking_types.py: do not edit."
 
 

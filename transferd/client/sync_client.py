@@ -178,11 +178,6 @@ class SyncClient(BlockingClient):
         self._on_new_boot = hear
         self._client.on_new_boot = None if hear is None else functools.partial(_in_a_thread, hear)
 
-    @property
-    def connected(self) -> bool:
-        """See Client.connected; False before `connect` and after `close`."""
-        return self._loop is not None and self._client.connected
-
     def start(
         self,
         task: Task,
