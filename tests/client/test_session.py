@@ -146,7 +146,7 @@ def test_closing_ends_everything_once_and_nothing_is_said_afterwards() -> None:
         asked, pushed = world.ask(), world.push()
         world.conversation._greet()
         world.daemon.welcome(ready=False)
-        waiting = asyncio.ensure_future(world.conversation.wait_ready(50.0))
+        waiting = asyncio.ensure_future(world.conversation.wait(50.0, ready=True))
         await asyncio.sleep(0.01)
         world.conversation.close()
         world.conversation.close()
@@ -164,7 +164,7 @@ def test_closing_ends_everything_once_and_nothing_is_said_afterwards() -> None:
         with pytest.raises(Closed, match="is closed"):
             world.ask()
         with pytest.raises(Closed, match="is closed"):
-            await world.conversation.wait_answer(1.0)
+            await world.conversation.wait(1.0, ready=False)
 
     run(program)
 
@@ -186,7 +186,7 @@ def test_a_second_life_knows_nothing_of_the_first() -> None:
         world.conversation.open()
         assert world.conversation.session is NO_SESSION
         with pytest.raises(ConnectTimeout, match="no daemon answered within 1 s"):
-            await world.conversation.wait_ready(1.0)
+            await world.conversation.wait(1.0, ready=True)
         early = world.ask()
         assert not any(isinstance(r.body, wire.Stats) for r in world.daemon.said)
         world.daemon.welcome(boot_id="b2", session=1)
@@ -203,16 +203,16 @@ def test_a_second_life_knows_nothing_of_the_first() -> None:
 
 def test_waiting_for_an_answer_and_for_readiness_are_two_things() -> None:
     async def program(world: World) -> None:
-        ready = asyncio.ensure_future(world.conversation.wait_ready(50.0))
-        answer = asyncio.ensure_future(world.conversation.wait_answer(50.0))
+        ready = asyncio.ensure_future(world.conversation.wait(50.0, ready=True))
+        answer = asyncio.ensure_future(world.conversation.wait(50.0, ready=False))
         await asyncio.sleep(0.01)
         world.daemon.welcome(ready=False, why="it starts")
         await asyncio.sleep(0.01)
         assert (ready.done(), answer.done()) == (False, True)
-        await world.conversation.wait_answer(0.0)
+        await world.conversation.wait(0.0, ready=False)
         world.daemon.welcome()
         await ready
-        await world.conversation.wait_ready(0.0)
+        await world.conversation.wait(0.0, ready=True)
 
     run(program)
 
@@ -220,13 +220,13 @@ def test_waiting_for_an_answer_and_for_readiness_are_two_things() -> None:
 def test_a_timeout_names_what_was_missing() -> None:
     async def program(world: World) -> None:
         with pytest.raises(ConnectTimeout, match=r"^sim://daemon: no daemon answered within 0\.5 s"):
-            await world.conversation.wait_answer(0.5)
+            await world.conversation.wait(0.5, ready=False)
         world.daemon.welcome(ready=False, why="no engine has offered memory", missing=[0, 3])
         with pytest.raises(ConnectTimeout, match=r"within 0\.5 s: no engine has offered memory; without .* rank 0, 3$"):
-            await world.conversation.wait_ready(0.5)
+            await world.conversation.wait(0.5, ready=True)
         world.daemon.welcome(ready=False)
         with pytest.raises(ConnectTimeout, match=r"it gave no reason$"):
-            await world.conversation.wait_ready(0.5)
+            await world.conversation.wait(0.5, ready=True)
 
     run(program)
 
@@ -235,7 +235,7 @@ def test_a_wait_logs_its_obstacle_soon_and_the_timeout_names_it(caplog: pytest.L
     async def program(world: World) -> None:
         world.daemon.why = "there is no such socket"
         began = world.conversation.now
-        waiting = asyncio.ensure_future(world.conversation.wait_answer(5.0))
+        waiting = asyncio.ensure_future(world.conversation.wait(5.0, ready=False))
         await asyncio.sleep(HINT_AFTER_S - 0.1)
         assert not caplog.records
         await asyncio.sleep(0.2)
@@ -255,7 +255,7 @@ def test_a_wait_logs_its_obstacle_soon_and_the_timeout_names_it(caplog: pytest.L
 def test_a_short_wait_names_its_obstacle_only_in_the_timeout(caplog: pytest.LogCaptureFixture) -> None:
     async def program(world: World) -> None:
         with pytest.raises(ConnectTimeout):
-            await world.conversation.wait_answer(0.5)
+            await world.conversation.wait(0.5, ready=False)
         assert not caplog.records
 
     run(program)
@@ -263,7 +263,7 @@ def test_a_short_wait_names_its_obstacle_only_in_the_timeout(caplog: pytest.LogC
 
 def test_a_wait_without_limit_ends_when_the_daemon_comes() -> None:
     async def program(world: World) -> None:
-        waiting = asyncio.ensure_future(world.conversation.wait_ready(math.inf))
+        waiting = asyncio.ensure_future(world.conversation.wait(math.inf, ready=True))
         await asyncio.sleep(3600)
         assert not waiting.done()
         world.daemon.welcome()
@@ -277,7 +277,7 @@ def test_a_lost_daemon_is_waited_for_again() -> None:
         world.daemon.welcome()
         await asyncio.sleep(10)
         assert not world.conversation.ready
-        waiting = asyncio.ensure_future(world.conversation.wait_ready(50.0))
+        waiting = asyncio.ensure_future(world.conversation.wait(50.0, ready=True))
         await asyncio.sleep(20)
         assert not waiting.done()
         world.daemon.welcome()

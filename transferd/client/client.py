@@ -185,10 +185,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         """
         opened = self._conversation.open()
         try:
-            if self._await_ready:
-                await self.wait_ready()
-            else:
-                await self._conversation.wait_answer(self._connect_timeout)
+            await self._conversation.wait(self._connect_timeout, ready=self._await_ready)
         except BaseException:
             if opened:
                 await self.close()
@@ -200,7 +197,7 @@ class Client(StoreCalls, CacheCalls, ControlCalls, ReportCalls):
         timeout: seconds; connect_timeout if None. Raises ConnectTimeout, which names the ranks without memory.
         """
         seconds = self._connect_timeout if timeout is None else seconds_to_wait("timeout", timeout)
-        await self._conversation.wait_ready(seconds)
+        await self._conversation.wait(seconds, ready=True)
 
     async def close(self) -> None:
         """Say Bye and disconnect. Pending requests end with code `closed`. Idempotent; a no-op in a forked child.

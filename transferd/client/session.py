@@ -155,24 +155,19 @@ class Conversation:
         self._beat_timer.set(FIRST_HELLO_S, self._beat)
         return True
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Wait until the daemon reports that every rank is ready. Raises ConnectTimeout with the reason, Closed."""
-        began = self.now
-        if self.ready and timeout > 0:  # as far as we know: it may have been replaced since its last answer
+    async def wait(self, timeout: float, *, ready: bool) -> None:
+        """Wait until a daemon answers or, if `ready`, reports that every rank is ready.
+
+        Raises ConnectTimeout with the reason, Closed.
+        """
+        give_up = self.now + timeout
+        if ready and self.ready and timeout > 0:  # as far as we know: it may have been replaced since its last answer
             with contextlib.suppress(TransferError, TimeoutError):
                 await wait_for(self.request(self.hello(), timeout), min(timeout, ASK_S))
-        if not self.ready:
-            await self._wait(timeout, began, ready=True)
-
-    async def wait_answer(self, timeout: float) -> None:
-        """Wait until a daemon answers, ready or not. Raises ConnectTimeout, Closed."""
-        if not self._answered:
-            await self._wait(timeout, self.now, ready=False)
-
-    async def _wait(self, timeout: float, began: float, *, ready: bool) -> None:
+        if self.ready if ready else self._answered:
+            return
         future: asyncio.Future[None] = self.new_future()
         self._waiters[future] = ready
-        give_up = began + timeout
         try:
             hinted = False
             while not future.done() and (left := max(give_up - self.now, 0.0)) > 0:
