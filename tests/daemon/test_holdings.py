@@ -22,7 +22,7 @@ from transferd.config import from_tree
 from transferd.daemon import holdings as module
 from transferd.daemon import lookup
 from transferd.daemon.holdings import Holdings
-from transferd.daemon.lookup import MAX_MATCH_KEYS
+from transferd.daemon.lookup import MAX_MATCH_KEYS, object_names
 from transferd.errors import ConfigError, RequestError
 from transferd.runtime.aio import answered
 from transferd.runtime.clock import SYSTEM_CLOCK
@@ -124,6 +124,7 @@ async def test_only_the_daemons_user_and_root_change_levels(uid: int | None, bac
 
 # --- who may purge what ---------------------------------------------------------------------------
 
+WHOLE = [SimpleNamespace(suffix="")]  # the parts of a block that is one object
 ME, ALICE, BOB = os.geteuid() or 1, 70_001, 70_002
 
 
@@ -131,16 +132,18 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
     """An engine as Holdings sees it. uid: who registered it; None: that of [cache]."""
     space = f"m/{name}"
 
-    async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
-        return [[f"{space}/{generation}/{key}/{rank}" for rank in (0, 1)] for key in keys]
+    def names(generation: str, keys: Sequence[str], rank: int) -> list[str]:
+        return [f"{space}/{generation}/{key}/{rank}" for key in keys]
 
     return SimpleNamespace(
         owner=EngineOwner(name, uid),
         storage_share=0.0,
-        objects=SimpleNamespace(space=space),
+        objects=SimpleNamespace(space=space, ids=list, names=names, parts=WHOLE),
         registration=None if uid is None else object(),
         dispatcher=SimpleNamespace(generation=generation),
-        object_names=object_names,
+        workers=[SimpleNamespace(context=SimpleNamespace(object_rank=rank)) for rank in (0, 1)],
+        blocks=object(),
+        tokens=None,
         shared=SimpleNamespace(pieces=OneATurn()),
     )
 
@@ -162,7 +165,7 @@ async def full() -> AsyncIterator[Holdings]:
     held = Holdings(config, storage)
     for each in (OWN, ALICES, BOBS):
         held.came(each)
-        names = [name for names in await each.object_names(["k1", "k2"], "g") for name in names]
+        names = [name for names in await object_names(each, ["k1", "k2"]) for name in names]
         use = Use(owner=each.owner)
         blobs = [Blob(name, memoryview(bytes(10)), use, depth) for depth, name in enumerate(names)]
         assert await put(storage, blobs) == [STORED] * 4
@@ -358,26 +361,21 @@ async def test_names_of_many_keys_are_made_piece_by_piece_each_in_a_turn_of_the_
 # --- who is told where blocks lie -----------------------------------------------------------------
 
 
-def of_ranks(count: int, storage: Storage | None = None) -> Any:
+def of_ranks(count: int, storage: Storage) -> Any:
     """An engine. storage: what its look-ups ask."""
-    namer = ObjectNamer("m", "f")
-
-    async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
-        return [[name] * count for name in namer.names(generation, namer.ids(keys), 3)]
-
-    async def exists(keys: Sequence[str], *, use: bool) -> list[bool]:
-        assert use
-        assert storage is not None
-        return await storage.exists([names[0] for names in await object_names(keys, "g")])
-
+    namer, nothing = ObjectNamer("m", "f"), SimpleNamespace(looked_up=lambda *_: None)
     return SimpleNamespace(
+        name="a",
         owner=EngineOwner("a", ME),
-        lookup=SimpleNamespace(exists=exists),
         dispatcher=SimpleNamespace(generation="g"),
         identity=SimpleNamespace(model="m", fingerprint="f"),
         workers=[SimpleNamespace(context=SimpleNamespace(object_rank=3))] * count,
-        object_names=object_names,
-        shared=SimpleNamespace(pieces=OneATurn()),
+        objects=SimpleNamespace(ids=namer.ids, names=namer.names, parts=WHOLE),
+        blocks=storage,
+        tokens=None,
+        kv_events=None,
+        cache=SimpleNamespace(missing=[]),
+        shared=SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing),
     )
 
 
@@ -395,7 +393,7 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
     _, storage = create_storages(config)
     assert storage is not None
     await storage.open()
-    [[name]] = await of_ranks(1).object_names(["k"], "g")
+    [[name]] = await object_names(of_ranks(1, storage), ["k"])
     one = Blob(name, memoryview(bytearray(1000)), Use(), 0)
     assert [outcome.found for outcome in await put(storage, [one])] == [Found.STORED]
     if isinstance(storage, LevelsStorage):
@@ -418,7 +416,9 @@ async def test_only_a_process_of_the_daemons_user_is_told_where_the_blocks_of_it
 
 
 @pytest.mark.parametrize("after", ["the names", "the look-up"])
-async def test_a_block_that_a_lease_finds_is_kept_also_if_others_are_stored_meanwhile(after: str) -> None:
+async def test_a_block_that_a_lease_finds_is_kept_also_if_others_are_stored_meanwhile(
+    after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = from_tree({"storage": {"backend": "memory", "memory": {"capacity": "8MiB"}}})
     storage = MemoryStorage.from_config(config, clock=SYSTEM_CLOCK)
     await storage.open()
@@ -428,17 +428,17 @@ async def test_a_block_that_a_lease_finds_is_kept_also_if_others_are_stored_mean
         for name in names:
             await put(storage, [Blob(name, mib, Use(), 0)])
 
-    whose, call = (engine, "object_names") if after == "the names" else (engine.lookup, "exists")
-    ask = getattr(whose, call)
+    call = "object_names" if after == "the names" else "exists"
+    ask = getattr(lookup, call)
 
     async def asked(*args: Any, **more: Any) -> Any:
         answer = await ask(*args, **more)
         await store(*(f"m/f/g/other{i}" for i in range(20)))
         return answer
 
-    [named] = await engine.object_names(["k"], "g")
+    [named] = await object_names(engine, ["k"])
     await store(*named)
-    setattr(whose, call, asked)
+    monkeypatch.setattr(module, call, asked)
     leased = await Holdings(config, storage).lease(None, engine, wire.Exists(["k"], lease=60.0))
     assert leased.there == await storage.exists(named)
     assert leased.there == [after == "the look-up"]
@@ -454,7 +454,7 @@ async def test_pins_and_leases_of_many_blocks_let_others_have_their_turns(
     storage = MemoryStorage.from_config(config, clock=SYSTEM_CLOCK)
     await storage.open()
     engine, held, keys = of_ranks(1, storage), Holdings(config, storage), ["a", "b", "c", "d"]
-    blocks = await engine.object_names(keys, "g")
+    blocks = await object_names(engine, keys)
     await put(storage, [Blob(name, memoryview(bytearray(8)), Use(), depth) for depth, [name] in enumerate(blocks)])
     works: list[Coroutine[Any, Any, Any]] = [
         held.pin(engine, wire.Pin(keys, 60.0)),
@@ -478,7 +478,7 @@ async def test_a_read_lease_keeps_an_object_like_a_pin_and_no_disk_is_told(tmp_p
     assert storage is not None
     await storage.open()
     engine = of_ranks(1, storage)
-    [[name]] = await engine.object_names(["k"], "g")
+    [[name]] = await object_names(engine, ["k"])
     await put(storage, [Blob(name, memoryview(bytearray(1000)), Use(), 0)])
     held, listed = Holdings(config, storage), tmp_path / "orders"
     before = listed.exists() and listed.stat()

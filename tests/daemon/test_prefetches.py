@@ -19,6 +19,7 @@ from transferd.daemon import prefetches as module
 from transferd.daemon.prefetches import EnginePrefetches
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
+from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Status
 from transferd.wire import protocol as wire
@@ -32,22 +33,25 @@ def names(keys: list[str]) -> list[list[str]]:
     return [[f"{key}_{rank}{part.suffix}" for rank in range(RANKS) for part in PARTS] for key in keys]
 
 
+def of_rank(generation: str, keys: Sequence[str], rank: int) -> list[str]:
+    assert generation == "g"
+    return [f"{key}_{rank}" for key in keys]
+
+
 class FakeEngine(SimpleNamespace):
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
-
-
-async def object_names(keys: Sequence[str], generation: str) -> list[list[str]]:
-    return names(list(keys)) if generation == "g" else []
 
 
 def engine(name: str = "e") -> Any:
     return FakeEngine(
         owner=name,
         dispatcher=SimpleNamespace(generation="g"),
-        objects=SimpleNamespace(parts=PARTS),
-        workers=[SimpleNamespace(rank=rank) for rank in range(RANKS)],
-        object_names=object_names,
+        objects=SimpleNamespace(parts=PARTS, ids=list, names=of_rank),
+        workers=[SimpleNamespace(rank=rank, context=SimpleNamespace(object_rank=rank)) for rank in range(RANKS)],
+        blocks=object(),
+        tokens=None,
+        shared=SimpleNamespace(pieces=OneATurn()),
     )
 
 

@@ -230,11 +230,11 @@ async def test_the_bytes_of_waiting_requests_are_bounded_but_one_alone_may_be_la
     monkeypatch.setattr(world.line, "credentials", lambda peer: Credentials(1, int(peer), 0))
     gate = asyncio.Event()
 
-    async def exists(keys: list[str], *, use: bool) -> list[bool]:
+    async def exists(keys: list[str]) -> list[bool]:
         await gate.wait()
         return [True] * len(keys)
 
-    monkeypatch.setattr(world.core, "exists", exists)
+    monkeypatch.setattr(world.server.engines.own.blocks, "exists", exists)  # type: ignore[union-attr]
     world.ask(wire.Hello())
     world.say(wire.Exists(["k" * 500]))
     assert world.server.statistics().waiting_bytes == 500 + KEY_BYTES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from transferd.config import Config, ServerSection
@@ -20,6 +21,7 @@ from transferd.daemon.server import Server
 from transferd.errors import RequestError, TierError, TransferError
 from transferd.observability.recorder import Recorder
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
+from transferd.runtime.loop_turns import OneATurn
 from transferd.tasks import ErrorInfo, Status, Task, TaskResult
 from transferd.tiers.base import DeviceHandle
 from transferd.wire import protocol as wire
@@ -93,11 +95,8 @@ class MemoryCore:
         self.finish(task_id, Status.CANCELLED)
         return True
 
-    async def match(self, keys: list[str]) -> int:
-        """The leading keys that do not start with `missing`."""
-        return next((i for i, key in enumerate(keys) if key.startswith("missing")), len(keys))
-
-    async def exists(self, keys: list[str], *, use: bool = True) -> list[bool]:
+    async def exists(self, keys: list[str]) -> list[bool]:
+        """Those that do not start with `missing`."""
         return [not key.startswith("missing") for key in keys]
 
     async def pause(self, client: bytes, holder: str, proof: str = "") -> None:
@@ -134,7 +133,7 @@ class MemoryCore:
 
 
 def serve(transport: ServerTransport, core: MemoryCore, *, clock: Clock = SYSTEM_CLOCK, **section: Any) -> Server:
-    """A server in front of a core that is its own cache and look-up. section: of the [server] section."""
+    """A server in front of a core that is its own cache and storage. section: of the [server] section."""
     clients = Clients(transport, core.boot_id, Recorder(capacity=1))
     core.deliver = clients.deliver
     listing: Any = core
@@ -147,7 +146,14 @@ class OneEngine:
     """The engines of a daemon that has a MemoryCore as its only one. Every client speaks for it."""
 
     def __init__(self, core: MemoryCore) -> None:
-        self.coordinator = self.lookup = self.dispatcher = core
+        self.coordinator = self.dispatcher = core
+        self.name = "default"
+        self.objects = SimpleNamespace(ids=list, names=lambda _generation, keys, _rank: keys)
+        self.workers = [SimpleNamespace(context=SimpleNamespace(object_rank=0))]
+        self.blocks = SimpleNamespace(index=SimpleNamespace(find=lambda _names, _use: None), exists=core.exists)
+        self.owner = self.tokens = self.kv_events = None
+        nothing = SimpleNamespace(looked_up=lambda *_: None)
+        self.shared = SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing)
         self.cache = core.cache
         self.block_size = 0
         self.configured = self.token = ""

@@ -1,6 +1,6 @@
 """One engine as the daemon hosts it: its ranks, their memory, its tasks. docs/adr/0040 lists what engines share.
 
-build   geometry → barrier, dispatcher, ranks, coordinator, cache memory, lookup
+build   geometry → barrier, dispatcher, ranks, coordinator, cache memory
 open    register stagings with storage, create memory or wait for it; then the engine is ready
 close   in the order of `Daemon.stop`, which closes all engines together
 """
@@ -25,14 +25,12 @@ from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.engine_bounds import Total
 from transferd.control.order import Claim
-from transferd.daemon import lookup
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator, Listeners
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.feed import KvEventFeed, has_followers
 from transferd.daemon.kv_events.sockets import EventSockets
-from transferd.daemon.lookup import Lookup
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
 from transferd.daemon.traffic import KeyTraffic
@@ -174,18 +172,6 @@ class HostedEngine:
         )
         self.cache = self._build_cache()
         self.first_epoch = self.cache.epoch
-        self.lookup = Lookup(
-            self.workers,
-            self.dispatcher,
-            self.cache,
-            self.objects,
-            storage=self.blocks,
-            tokens=self.tokens,
-            feed=self.kv_events,
-            owner=self.owner,
-            pieces=shared.pieces,
-            looked_up=self._looked_up,
-        )
 
     def _build_dispatcher(self, generation: str) -> Dispatcher:
         return Dispatcher(
@@ -341,11 +327,6 @@ class HostedEngine:
             return ranks, None
         return ranks, self.shared.clock.monotonic() - max(came, since)
 
-    def _looked_up(self, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
-        self.shared.tasks.looked_up(self.name, blocks, found)
-        if keys:
-            self.shared.traffic.looked_up(self, keys, missing)
-
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
         tasks = self.shared.tasks
         self.shared.traffic.ended(self, task, result, asks=self.name in tasks.asking)
@@ -396,15 +377,6 @@ class HostedEngine:
         await every(worker.settled() for worker in self.workers)
         await every(worker.close() for worker in self.workers)
         self.dispatcher.results.clear()  # nobody can ask for them, and an engine stays until the collector comes
-
-    async def object_names(self, keys: Sequence[str], generation: str) -> list[list[str]]:
-        """For each key, the names of all objects that its block has on this node; of many keys in pieces, as Lookup."""
-        parts, blocks = [part.suffix for part in self.objects.parts], list[list[str]]()
-        async for piece in self.shared.pieces.each(keys, lookup.PIECE):
-            ids = self.objects.ids(piece)
-            ranks = [self.objects.names(generation, ids, worker.context.object_rank) for worker in self.workers]
-            blocks += ([name + part for name in of_ranks for part in parts] for of_ranks in zip(*ranks, strict=True))
-        return blocks
 
     def called(self, rank: int) -> str:
         """A rank's name in reports."""

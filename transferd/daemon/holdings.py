@@ -21,7 +21,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import check_operator, is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import PIECE, check_keys, needed
+from transferd.daemon.lookup import PIECE, exists, needed, object_names
 from transferd.errors import RequestError, TransferError
 from transferd.observability.report import HoldingReport
 from transferd.storage.base import Storage
@@ -125,7 +125,7 @@ class Holdings:
 
     async def pin(self, engine: HostedEngine, asked: wire.Pin) -> int | dict[str, Any]:
         """Pin those blocks that every rank has."""
-        keeper, blocks = self._keeper, await self._blocks(engine, asked.keys)
+        keeper, blocks = self._keeper, await object_names(engine, asked.keys)
         whole, depths = list[list[str]](), list[int | None]()
         async for piece in engine.shared.pieces.each(blocks, PIECE):
             for names in piece:
@@ -144,12 +144,12 @@ class Holdings:
     async def lease(self, uid: int | None, engine: HostedEngine, asked: wire.Exists) -> Leased:
         """Look up, and keep what is there, for a client of the user `uid`. Raises RequestError, StorageError."""
         generation = engine.dispatcher.generation
-        blocks = await self._blocks(engine, asked.keys, generation)
+        blocks = await object_names(engine, asked.keys, generation)
         names, owner = [name for names in blocks for name in names], LeaseOwner(engine.owner)
         with contextlib.suppress(RequestError):  # then the rest is not kept from being evicted
             async for piece in engine.shared.pieces.each(names, min(PIECE, AT_ONCE)):
                 await self._keeper.hold(owner, piece, asked.lease, self._pin_share)
-        there = await engine.lookup.exists(asked.keys, use=asked.use)  # last: what was evicted before is not found
+        there = await exists(engine, asked.keys, use=asked.use)  # last: what was evicted before is not found
         same = generation == engine.dispatcher.generation
         tells = same and uid == os.geteuid() and len(engine.workers) == 1 and self._by_schema
         return Leased(there, await self._places(engine, generation, names) if tells else None)
@@ -166,7 +166,7 @@ class Holdings:
         return BlockPlaces(*about, engine.workers[0].context.object_rank, list(numbers), where)
 
     async def unpin(self, engine: HostedEngine, asked: wire.Unpin) -> None:
-        keeper, blocks = self._keeper, None if asked.keys is None else await self._blocks(engine, asked.keys)
+        keeper, blocks = self._keeper, None if asked.keys is None else await object_names(engine, asked.keys)
         names = None if blocks is None else [name for names in blocks for name in names]
         await keeper.unpin(engine.owner, names)
         if names is None:
@@ -174,13 +174,6 @@ class Holdings:
             return
         async for piece in engine.shared.pieces.each(names, PIECE):
             await keeper.unpin(LeaseOwner(engine.owner), piece)
-
-    async def _blocks(
-        self, engine: HostedEngine, keys: Sequence[str], generation: str | None = None
-    ) -> list[list[str]]:
-        check_keys(keys)
-        now = engine.dispatcher.generation
-        return await engine.object_names(keys, now if generation is None else generation)
 
     # --- purges -------------------------------------------------------------------------------------
 
@@ -196,7 +189,7 @@ class Holdings:
         owners = self._owners(client, asked.engine)
         names = None
         if asked.keys is not None:
-            blocks = await self._blocks(self._named(client, asked.engine), asked.keys, asked.generation)
+            blocks = await object_names(self._named(client, asked.engine), asked.keys, asked.generation)
             names = frozenset(name for names in blocks for name in names)
         generation = asked.generation if names is None else None
         total, by = Purged(), _by(client, asked.engine)

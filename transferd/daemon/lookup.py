@@ -1,161 +1,155 @@
-"""Answers which blocks could be loaded now, and where blocks are. Moves nothing and changes nothing."""
+"""Answers which blocks of an engine could be loaded now, and where blocks are. Moves nothing and changes nothing.
+
+It asks the engine's ranks, its token storage or its token index, whichever exists.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
 from socket import gethostname
 
-from transferd.blocks.formats import ObjectFormat
 from transferd.blocks.keys import path_keys
 from transferd.control.admission import check_salt
-from transferd.control.dispatcher import Dispatcher
-from transferd.daemon.cache_memory import CacheMemory
-from transferd.daemon.kv_events.feed import KvEventFeed
+from transferd.daemon.engine import HostedEngine
 from transferd.errors import RequestError
 from transferd.runtime.aio import every
-from transferd.runtime.loop_turns import OneATurn
 from transferd.storage.attention_store.open_index import ANY_MEDIUM
 from transferd.storage.base import Storage
 from transferd.storage.lru import Use
-from transferd.storage.tokens import TokenStorage
 from transferd.tasks import TokenIds
 from transferd.wire.kv_events import block_hash
-from transferd.workers.rank import RankWorker
 from transferd.workers.read import leading
 
 PIECE = 2048  # keys: about 2 ms of the event loop. So many are looked up at once; more wait their turn
 KEY_BYTES = 64  # memory of a key besides its text
 MAX_MATCH_KEYS = 65536  # so that one request cannot block the loop; more blocks than any sequence has
 
-LookedUp = Callable[[int, int, Sequence[str], int | None], None]
+
+async def match(engine: HostedEngine, keys: Sequence[str]) -> int:
+    """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
+    found = leading(await _exists(engine, keys, use=True))
+    _looked_up(engine, len(keys), found, keys, found if found < len(keys) else None)
+    return found
 
 
-@dataclass(eq=False, repr=False)
-class Lookup:
-    """Asks the ranks, the token storage or the token index, whichever exists.
+async def exists(engine: HostedEngine, keys: Sequence[str], *, use: bool = True) -> list[bool]:
+    """For each key, whether every rank could load its block now. use: whether that counts as a use of the blocks.
 
-    storage: that of blocks by keys, if any.
-    owner: the owner of the engine's objects in storage.
-    tokens: the token-indexed storage, if any.
-    feed: has the open token index, and learns what was not found.
-    pieces: the turns of all engines' long look-ups.
-    looked_up: called with the number of blocks of each look-up, how many of them could be loaded, their keys (none of
-        token-indexed storage), and the position of the first one that could not.
+    Raises like `match`.
     """
+    found = await _exists(engine, keys, use=use)
+    if use:
+        _looked_up(engine, len(keys), sum(found), keys, None if all(found) else found.index(False))
+    return found
 
-    workers: Sequence[RankWorker]
-    dispatcher: Dispatcher
-    cache: CacheMemory
-    objects: ObjectFormat
-    storage: Storage | None
-    tokens: TokenStorage | None
-    feed: KvEventFeed | None
-    owner: Hashable
-    pieces: OneATurn
-    looked_up: LookedUp
 
-    async def match(self, keys: Sequence[str]) -> int:
-        """How many leading keys every rank could load now. Raises StorageError; RequestError without storage."""
-        found = leading(await self._exists(keys, use=True))
-        self.looked_up(len(keys), found, keys, found if found < len(keys) else None)
-        return found
+async def _exists(engine: HostedEngine, keys: Sequence[str], *, use: bool) -> list[bool]:
+    if engine.cache.missing:
+        return [False] * len(keys)
+    found: list[bool] = []
+    asked = Use(counts=use, owner=engine.owner)
+    many = len(keys) > PIECE and engine.blocks is not None
+    over_network = many and needed(engine.blocks).index.find([], None) is None
+    async for names in _names(engine, keys, at_once=over_network):
+        storage = needed(engine.blocks)
+        asked.start = len(found)  # all of them are one chain
+        known = [storage.index.find(of_rank, asked) for of_rank in names]
+        by_rank = [there for there in known if there is not None]
+        if len(by_rank) < len(names):  # storage must ask
+            by_rank = await every(map(storage.exists, names))
+        found += [all(there) for there in zip(*by_rank, strict=True)]
+    if engine.kv_events is not None and not all(found):
+        engine.kv_events.not_found([key for key, there in zip(keys, found, strict=True) if not there])
+    return found
 
-    async def exists(self, keys: Sequence[str], *, use: bool = True) -> list[bool]:
-        """For each key, whether every rank could load its block now. use: whether that counts as a use of the blocks.
 
-        Raises like `match`.
-        """
-        found = await self._exists(keys, use=use)
-        if use:
-            self.looked_up(len(keys), sum(found), keys, None if all(found) else found.index(False))
-        return found
+async def locate_keys(engine: HostedEngine, keys: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
+    counts, before = Counter[str](), 0
+    async for names in _names(engine, keys):
+        each = len(names[0])
+        if engine.cache.missing or not each:
+            return {}
+        found = await _where(needed(engine.blocks), [name for rank in names for name in rank])
+        media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
+        for level, there in media.items():
+            if counts[level] == before:  # names are rank after rank
+                counts[level] += leading([all(there[i::each]) for i in range(each)])
+        before += each
+        if counts[ANY_MEDIUM] < before:
+            break
+    return {gethostname(): {level: count for level, count in counts.items() if count}} if counts[ANY_MEDIUM] else {}
 
-    async def _exists(self, keys: Sequence[str], *, use: bool) -> list[bool]:
-        if self.cache.missing:
-            return [False] * len(keys)
-        found: list[bool] = []
-        asked = Use(counts=use, owner=self.owner)
-        many = len(keys) > PIECE and self.storage is not None
-        over_network = many and needed(self.storage).index.find([], None) is None
-        async for names in self._names(keys, at_once=over_network):
-            storage = needed(self.storage)
-            asked.start = len(found)  # all of them are one chain
-            known = [storage.index.find(of_rank, asked) for of_rank in names]
-            by_rank = [there for there in known if there is not None]
-            if len(by_rank) < len(names):  # storage must ask
-                by_rank = await every(map(storage.exists, names))
-            found += [all(there) for there in zip(*by_rank, strict=True)]
-        if self.feed is not None and not all(found):
-            self.feed.not_found([key for key, there in zip(keys, found, strict=True) if not there])
-        return found
 
-    async def locate_keys(self, keys: Sequence[str]) -> dict[str, dict[str, int]]:
-        """How many leading keys every rank has in each level of this node's storage. Raises like `match`."""
-        counts, before = Counter[str](), 0
-        async for names in self._names(keys):
-            each = len(names[0])
-            if self.cache.missing or not each:
-                return {}
-            found = await _where(needed(self.storage), [name for rank in names for name in rank])
-            media = found | {ANY_MEDIUM: [any(levels) for levels in zip(*found.values(), strict=True)]}
-            for level, there in media.items():
-                if counts[level] == before:  # names are rank after rank
-                    counts[level] += leading([all(there[i::each]) for i in range(each)])
-            before += each
-            if counts[ANY_MEDIUM] < before:
-                break
-        return {gethostname(): {level: count for level, count in counts.items() if count}} if counts[ANY_MEDIUM] else {}
+async def object_names(engine: HostedEngine, keys: Sequence[str], generation: str | None = None) -> list[list[str]]:
+    """For each key, the names of all objects that its block has on this node. generation: None for the served one."""
+    parts, blocks = [part.suffix for part in engine.objects.parts], list[list[str]]()
+    async for ranks in _names(engine, keys, generation):
+        blocks += ([name + part for name in of_ranks for part in parts] for of_ranks in zip(*ranks, strict=True))
+    return blocks
 
-    async def _names(self, keys: Sequence[str], *, at_once: bool = False) -> AsyncIterator[list[list[str]]]:
-        """The objects of these keys, for each rank; of many keys piece by piece, each in a turn of the event loop.
 
-        at_once: all of them together at the end.
-        """
-        if self.tokens is not None:
-            what = "storage is token-indexed: match token_ids; there are no keys to ask for"
-            raise RequestError(what, code="token_ids_required")
-        needed(self.storage)
-        check_keys(keys)
-        generation, ranks = self.dispatcher.generation, [worker.context.object_rank for worker in self.workers]
-        names: list[list[str]] = [[] for _ in ranks]
-        async for piece in self.pieces.each(keys, PIECE):
-            ids = self.objects.ids(piece)
-            for mine, rank in zip(names, ranks, strict=True):
-                mine += self.objects.names(generation, ids, rank)
-            if not at_once:
-                yield names
-                names = [[] for _ in ranks]
-        if at_once:
+async def _names(
+    engine: HostedEngine, keys: Sequence[str], generation: str | None = None, *, at_once: bool = False
+) -> AsyncIterator[list[list[str]]]:
+    """The objects of these keys, for each rank; of many keys piece by piece, each in a turn of the event loop.
+
+    at_once: all of them together at the end.
+    """
+    if engine.tokens is not None:
+        what = "storage is token-indexed: match token_ids; there are no keys to ask for"
+        raise RequestError(what, code="token_ids_required")
+    needed(engine.blocks)
+    check_keys(keys)
+    generation = engine.dispatcher.generation if generation is None else generation
+    ranks = [worker.context.object_rank for worker in engine.workers]
+    names: list[list[str]] = [[] for _ in ranks]
+    async for piece in engine.shared.pieces.each(keys, PIECE):
+        ids = engine.objects.ids(piece)
+        for mine, rank in zip(names, ranks, strict=True):
+            mine += engine.objects.names(generation, ids, rank)
+        if not at_once:
             yield names
+            names = [[] for _ in ranks]
+    if at_once:
+        yield names
 
-    async def match_tokens(self, path: TokenIds, start: int, salt: str = "") -> int:
-        """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""
-        if self.tokens is None:
-            raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
-        if salt:
-            check_salt(salt, salts=self.tokens.salts)
-        blocks = len(path) // self.dispatcher.limits.token_block
-        if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
-            what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
-            raise RequestError(what, code="bad_value")
-        if self.cache.missing:
-            return 0
-        found = await self.tokens.match(path, start, self.dispatcher.generation, salt)
-        self.looked_up(blocks - start, found, (), None)
-        return found
 
-    def locate(self, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
-        """How many leading blocks of a path each node has in each medium. Raises RequestError."""
-        index = None if self.feed is None else self.feed.up_to_date()
-        if index is None:
-            raise RequestError("this daemon keeps no open token index", code="no_token_index")
-        block_size = self.dispatcher.limits.token_block
-        if len(path) // block_size > MAX_MATCH_KEYS:
-            raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
-        check_salt(salt, salts=True)
-        return index.locate([block_hash(key) for key in path_keys(path, block_size, salt)])
+async def match_tokens(engine: HostedEngine, path: TokenIds, start: int, salt: str = "") -> int:
+    """How many blocks of a path, from block `start` on, every rank could load now. Raises like `match`."""
+    if engine.tokens is None:
+        raise RequestError("storage is not token-indexed: match keys", code="not_token_indexed")
+    if salt:
+        check_salt(salt, salts=engine.tokens.salts)
+    blocks = len(path) // engine.dispatcher.limits.token_block
+    if not 0 <= start <= blocks <= MAX_MATCH_KEYS:
+        what = f"start must be 0 to the path's {blocks} blocks (at most {MAX_MATCH_KEYS}), not {start}"
+        raise RequestError(what, code="bad_value")
+    if engine.cache.missing:
+        return 0
+    found = await engine.tokens.match(path, start, engine.dispatcher.generation, salt)
+    _looked_up(engine, blocks - start, found, (), None)
+    return found
+
+
+def locate(engine: HostedEngine, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
+    """How many leading blocks of a path each node has in each medium. Raises RequestError."""
+    index = None if engine.kv_events is None else engine.kv_events.up_to_date()
+    if index is None:
+        raise RequestError("this daemon keeps no open token index", code="no_token_index")
+    block_size = engine.dispatcher.limits.token_block
+    if len(path) // block_size > MAX_MATCH_KEYS:
+        raise RequestError(f"the path has more than {MAX_MATCH_KEYS} blocks, the limit", code="bad_value")
+    check_salt(salt, salts=True)
+    return index.locate([block_hash(key) for key in path_keys(path, block_size, salt)])
+
+
+def _looked_up(engine: HostedEngine, blocks: int, found: int, keys: Sequence[str], missing: int | None) -> None:
+    """Note a look-up. keys: none of token-indexed storage. missing: the position of the first that is not there."""
+    engine.shared.tasks.looked_up(engine.name, blocks, found)
+    if keys:
+        engine.shared.traffic.looked_up(engine, keys, missing)
 
 
 def needed(storage: Storage | None) -> Storage:

@@ -18,7 +18,7 @@ from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
-from transferd.daemon.lookup import PIECE, check_keys, keys_bytes, needed
+from transferd.daemon.lookup import PIECE, check_keys, keys_bytes, needed, object_names
 from transferd.errors import RequestError, StorageError, TransferError
 from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import OneATurn
@@ -147,7 +147,7 @@ class EnginePrefetches:
         """Its result: that of a read that needs no prefix; block ids are positions in `keys`."""
         began, asked, bringing = self._clock.monotonic(), one.asked, one.bringing
         generation = engine.dispatcher.generation
-        blocks = await engine.object_names(asked.keys, generation)
+        blocks = await object_names(engine, asked.keys, generation)
         sizes = [part.stop - part.start for part in engine.objects.parts] * len(engine.workers)
         error: TransferError | None = None
         there = set[str]()

@@ -17,12 +17,12 @@ import msgspec
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
+from transferd.daemon import lookup
 from transferd.daemon.belonging import check_operator
 from transferd.daemon.clients import Clients, KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
-from transferd.daemon.lookup import keys_bytes
 from transferd.errors import ProtocolError, TransferError
 from transferd.tiers.base import DeviceHandle
 from transferd.tiers.offered import PASSED, PEER
@@ -135,21 +135,20 @@ class Requests:
     # --- stored blocks ------------------------------------------------------------------------------
 
     def match(self, client: KnownClient, match: wire.Match) -> Begin:
-        path, lookup = match.token_ids, _engine(client).lookup
+        path, engine = match.token_ids, _engine(client)
         if path is None:
-            return lambda: lookup.match(match.keys)
-        return lambda: lookup.match_tokens(path, match.start, match.salt)
+            return lambda: lookup.match(engine, match.keys)
+        return lambda: lookup.match_tokens(engine, path, match.start, match.salt)
 
     def exists(self, client: KnownClient, exists: wire.Exists) -> Begin:
         if exists.lease:
             return lambda: self._engines.holdings.lease(client.uid, _engine(client), exists)
-        return lambda: _engine(client).lookup.exists(exists.keys, use=exists.use)
+        return lambda: lookup.exists(_engine(client), exists.keys, use=exists.use)
 
     def locate(self, client: KnownClient, locate: wire.Locate) -> Any:
-        lookup = _engine(client).lookup
         if locate.token_ids is not None:
-            return lookup.locate(locate.token_ids, locate.salt)
-        return lambda: lookup.locate_keys(locate.keys)
+            return lookup.locate(_engine(client), locate.token_ids, locate.salt)
+        return lambda: lookup.locate_keys(_engine(client), locate.keys)
 
     def purge(self, client: KnownClient, purge: wire.Purge) -> Begin:
         return lambda: self._engines.holdings.purge(client, purge)
@@ -221,7 +220,7 @@ async def _of(answer: asyncio.Future[Any]) -> Any:
 def held_bytes(body: wire.ControlRequest) -> int:
     """Memory that a waiting request holds: that of its keys, or of its token ids."""
     path = getattr(body, "token_ids", None)
-    return keys_bytes(getattr(body, "keys", None) or ()) + (0 if path is None else path.array.nbytes)
+    return lookup.keys_bytes(getattr(body, "keys", None) or ()) + (0 if path is None else path.array.nbytes)
 
 
 def _handle_data(offer: wire.Offer) -> dict[str, Any]:

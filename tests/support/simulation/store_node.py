@@ -25,6 +25,7 @@ from transferd.client.engines import Engine
 from transferd.config import LevelSection, StorageSection
 from transferd.config.sections import MemoryStorageSection, ObjectStorageSection
 from transferd.config.size import Size
+from transferd.daemon import lookup
 from transferd.runtime.aio import every
 from transferd.storage.base import Storage
 from transferd.storage.levels.level import StoreLevel
@@ -165,7 +166,7 @@ class Node(Judge):
         self.blocks[name] = Blocks.of(hosted.layout.device, [device.memory for device in devices], range(count))
         self.free[name] = list(range(count))
         keys = [key for key in self.keys if key[0] == name]
-        [[names]] = [names async for names in hosted.lookup._names(keys, at_once=True)]
+        [[names]] = [names async for names in lookup._names(hosted, keys, at_once=True)]
         self.names.update(zip(keys, names, strict=True))
 
     async def end(self, *, clean: bool) -> None:
