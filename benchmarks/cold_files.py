@@ -94,7 +94,7 @@ async def transferd(directory: Path, objects: int, figures: Figures, *, direct_i
     tree = {"cache": cache, "storage": {"backend": "file", "file": section}, "metrics": {"listen": ""}}
     transport = InProcess()
     daemon = Daemon(from_tree(tree), transport=transport)
-    daemon.default.coordinator.listeners.deliver = transport.deliver
+    daemon.default.coordinator.deliver = transport.deliver
     await daemon.open()
     try:
         data = KvData([attach_arrays(daemon.default.cache.handle(b"bench", 0).data)])

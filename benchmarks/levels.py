@@ -99,7 +99,7 @@ async def serving(tree: dict[str, Any], objects: int) -> Any:
     whole = {"cache": CACHE | {"device_blocks": objects}, "storage": tree, "metrics": {"listen": ""}}
     transport = InProcess()
     daemon = Daemon(from_tree(whole), transport=transport)
-    daemon.default.coordinator.listeners.deliver = transport.deliver
+    daemon.default.coordinator.deliver = transport.deliver
     await daemon.open()
     try:
         yield daemon, transport, KvData([attach_arrays(daemon.default.cache.handle(b"bench", 0).data)])

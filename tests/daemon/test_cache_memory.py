@@ -207,6 +207,22 @@ async def test_blocks_of_the_generation_that_was_cleared_can_never_be_read(start
         await client.set_generation("G2")  # only a clear closes a generation
 
 
+async def test_only_a_changed_generation_is_reported(start: Start, endpoint: str) -> None:
+    daemon = await start()
+    cache, said = daemon.default.cache, list[str]()
+    feed: Any = SimpleNamespace(
+        generation_changed=lambda now: said.append(f"generation {now}"),
+        memory_gone=lambda stored: said.append(f"memory gone, {stored}"),
+    )
+    cache.feed, cache.renamed = feed, lambda before: said.append(f"after {before}")
+    cache.epoch_began = lambda: said.append("epoch")
+    async with Client(endpoint) as client:
+        await client.set_generation("G1")
+        await client.set_generation("G2")
+        await client.clear_cache()
+    assert said == ["generation G2", "after G1", "memory gone, True", "epoch"]
+
+
 async def test_while_the_cache_is_cleared_tasks_are_rejected_and_resume_does_not_help(
     start: Start, endpoint: str
 ) -> None:

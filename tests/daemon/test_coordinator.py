@@ -15,7 +15,7 @@ from transferd.barrier import RankBarrier
 from transferd.control.byte_ranges import ByteRanges, WindowGrid
 from transferd.control.dispatcher import Dispatcher
 from transferd.control.order import Claim
-from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.daemon.coordinator import Coordinator
 from transferd.observability.recorder import Recorder
 from transferd.observability.task_log import Ran
 from transferd.runtime.clock import Clock
@@ -65,17 +65,15 @@ class World:
         self.barrier = RankBarrier(2)
         self.seq = 0
         workers: Any = self.ranks
-        listeners = Listeners(
-            self._deliver,
-            self._ended,
-            lambda stored: self.said.append(f"memory gone, {stored}"),
-            lambda before, now: self.said.append(f"generation {now} after {before}"),
-            lambda: self.said.append("epoch"),
-            lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
-        )
-        clock = Clock(monotonic=lambda: self.now)
         self.coordinator = Coordinator(
-            self.dispatcher, self.barrier, workers, listeners, clock=clock, recorder=Recorder()
+            self.dispatcher,
+            self.barrier,
+            workers,
+            self._deliver,
+            lambda client, seq, layers: self.said.append(f"{client.decode()} {seq}: {layers} layers"),
+            self._ended,
+            clock=Clock(monotonic=lambda: self.now),
+            recorder=Recorder(),
         )
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
@@ -232,14 +230,6 @@ async def test_memory_that_its_engine_withdrew_is_no_death(world: World) -> None
     world.coordinator.rank_died(1, "gone")
     assert world.coordinator.ready
     assert world.barrier.dead == {}
-
-
-async def test_only_a_changed_generation_is_reported(world: World) -> None:
-    world.coordinator.set_generation("g1")
-    world.coordinator.set_generation("g2")
-    world.coordinator.memory_gone(stored=True)
-    world.coordinator.epoch_began()
-    assert world.said == ["generation g2 after g1", "memory gone, True", "epoch"]
 
 
 async def test_a_pause_waits_for_what_runs_and_a_drain_for_what_was_admitted(world: World) -> None:

@@ -44,7 +44,8 @@ def holdings(share: float, backend: str = "memory") -> Holdings:
 
 
 def engine(name: str, share: float) -> Any:
-    return SimpleNamespace(owner=EngineOwner(name, 1), storage_share=share, objects=SimpleNamespace(space=f"{name}/f"))
+    objects = SimpleNamespace(space=f"{name}/f")
+    return SimpleNamespace(owner=EngineOwner(name, 1), storage_share=share, objects=objects, cache=SimpleNamespace())
 
 
 def test_shares_add_up_to_the_whole_store_and_no_more() -> None:
@@ -141,6 +142,7 @@ def hosted(name: str, uid: int | None, generation: str = "g") -> Any:
         objects=SimpleNamespace(space=space, ids=list, names=names, parts=WHOLE),
         registration=None if uid is None else object(),
         dispatcher=SimpleNamespace(generation=generation),
+        cache=SimpleNamespace(),
         workers=[SimpleNamespace(context=SimpleNamespace(object_rank=rank)) for rank in (0, 1)],
         blocks=object(),
         tokens=None,

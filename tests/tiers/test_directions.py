@@ -71,7 +71,7 @@ class Rig:
         self.device = [view(daemon.default.cache.handle(b"test", context.rank)) for context in self.contexts]
         self.random = np.random.default_rng(seed)
         self._answers: asyncio.Queue[TaskResult] = asyncio.Queue()
-        daemon.default.coordinator.listeners.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
+        daemon.default.coordinator.deliver = lambda _client, _seq, result: self._answers.put_nowait(result)
 
     async def run(self, task: Task) -> TaskResult:
         self.daemon.default.coordinator.submit(b"test", 1, task)

@@ -47,6 +47,7 @@ import structlog
 from transferd.config.names import GENERATION
 from transferd.config.ownership import Creator
 from transferd.daemon.coordinator import Coordinator
+from transferd.daemon.kv_events.feed import KvEventFeed
 from transferd.daemon.mappings import Mappings
 from transferd.daemon.memories import memories_of
 from transferd.errors import DeviceLost, EngineGone, RequestError, TransferError
@@ -106,6 +107,9 @@ class CacheMemory:
     tokens: token-indexed storage, if any, which must become ready once every rank has memory.
     next_generation: returns the generation to restore if the request names none.
     epochs: always rising; shared by all engines.
+    feed: announces where blocks are, if anybody follows.
+    epoch_began: called when the cache was cleared.
+    renamed: called with the generation that is no longer served (holdings.py).
     """
 
     core: Coordinator
@@ -113,6 +117,9 @@ class CacheMemory:
     tokens: TokenStorage | None
     next_generation: Callable[[], str]
     epochs: Iterator[int]
+    feed: KvEventFeed | None
+    epoch_began: Callable[[], None]
+    renamed: Callable[[str], None] = lambda _: None
 
     def __post_init__(self) -> None:
         self.epoch = next(self.epochs)
@@ -392,7 +399,7 @@ class CacheMemory:
 
     async def _withdraw(self, ranks: Sequence[_RankMemory]) -> None:
         """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
-        self.core.memory_gone(stored=False)
+        self._memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
         for rank in ranks:
             rank.offer, rank.present = None, False
@@ -424,7 +431,7 @@ class CacheMemory:
                     self.cleared = CLEARED
                     self.core.withdraw(CLEARED, end=False)
                     self.close_generations([self.core.generation], current=True)
-                    self.core.memory_gone(stored=True)
+                    self._memory_gone(stored=True)
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
@@ -436,12 +443,13 @@ class CacheMemory:
             await self.core.empty()
             if lost is None:
                 self.close_generations([self.core.generation], current=True)
-            self.core.memory_gone(stored=lost is None)
+            self._memory_gone(stored=lost is None)
             self.epoch = next(self.epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
             self._mappings.clear()
-            self.core.epoch_began()
+            self.core.host_emptied()
+            self.epoch_began()
             try:
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
             finally:
@@ -480,7 +488,7 @@ class CacheMemory:
                     self.close_generations([generation], current=True)
                 await every(self._given_up(rank, rank.worker.free()) for rank in self._ranks)
                 raise
-            self.core.set_generation(generation)
+            self._serve(generation)
             for rank in self._ranks:
                 rank.present = self.creator is Creator.DAEMON
             self.cleared = None
@@ -497,7 +505,15 @@ class CacheMemory:
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable. Raises RequestError."""
         self.check_generation(generation)
+        self._serve(generation)
+
+    def _serve(self, generation: str) -> None:
+        before = self.core.generation
         self.core.set_generation(generation)
+        if generation != before:
+            if self.feed is not None:
+                self.feed.generation_changed(generation)
+            self.renamed(before)
 
     def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
         """Accept none of these generations again. current: close the served one as well, if it is among them."""
@@ -526,6 +542,11 @@ class CacheMemory:
                 raise RequestError(what, code="still_mapped")
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _memory_gone(self, *, stored: bool) -> None:
+        """Device and host memory no longer hold any block and, if `stored`, storage holds none that can be found."""
+        if self.feed is not None:
+            self.feed.memory_gone(stored)
 
     def _rank(self, number: int) -> _RankMemory:
         if not 0 <= number < len(self._ranks):

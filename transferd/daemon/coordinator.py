@@ -45,24 +45,13 @@ EFFECT_RETRY_S = 0.01
 MISTAKEN = frozenset({"not_attached", "empty_block"})  # refusals of an engine that missed a restart or a clear
 
 
-@dataclass(slots=True)
-class Listeners:
-    """Callbacks for changes, called in the step in which they happen."""
-
-    deliver: Callable[[bytes, int, TaskResult], None]  # sends a terminal result to a waiting client (`Clients.deliver`)
-    # an admitted task was answered; Ran has the times of its ranks, and is None if no rank began it
-    ended: Callable[[Task, TaskResult, Ran | None], None]
-    memory_gone: Callable[[bool], None]  # device and host memory are empty of blocks; if True, storage is as well
-    generation_changed: Callable[[str, str], None]  # object names now contain another generation: before, now
-    epoch_began: Callable[[], None]  # the cache was cleared
-    # a task that a client waits for has so many layers there (`Clients.progressed`)
-    progressed: Callable[[bytes, int, int], None]
-
-
 @dataclass(eq=False, repr=False)
 class Coordinator:
     """Runs tasks on all ranks, as the dispatcher decides; see the module's diagram.
 
+    deliver: sends a terminal result to a waiting client (`Clients.deliver`).
+    progressed: a task that a client waits for has so many layers there (`Clients.progressed`).
+    ended: an admitted task was answered; Ran has the times of its ranks, and is None if no rank began it.
     engine: the engine's name, for log lines.
     owner: the owner of its objects in storage.
     ready: whether tasks are served.
@@ -73,7 +62,9 @@ class Coordinator:
     dispatcher: Dispatcher
     barrier: RankBarrier
     workers: Sequence[RankWorker]
-    listeners: Listeners
+    deliver: Callable[[bytes, int, TaskResult], None]
+    progressed: Callable[[bytes, int, int], None]
+    ended: Callable[[Task, TaskResult, Ran | None], None]
     clock: Clock
     recorder: Recorder
     engine: str = "default"
@@ -172,23 +163,15 @@ class Coordinator:
 
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable."""
-        before = self.generation
         self._hear(self.dispatcher.bump_generation, generation)
-        if generation != before:
-            self.listeners.generation_changed(before, generation)
-
-    def memory_gone(self, *, stored: bool) -> None:
-        """Report that device and host memory no longer hold any block and, if `stored`, that storage holds none."""
-        self.listeners.memory_gone(stored)
 
     def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
         """Report the ranks without memory that a client has mapped, and the clients that have earlier memory mapped."""
         self._hear(self.dispatcher.mappings_changed, unmapped, outdated)
 
-    def epoch_began(self) -> None:
-        """Report that the cache was cleared: host blocks are empty, and clients' mappings are outdated."""
+    def host_emptied(self) -> None:
+        """Report that the cache was cleared: host blocks are empty."""
         self._hear(self.dispatcher.host_emptied)
-        self.listeners.epoch_began()
 
     # --- waiting ------------------------------------------------------------------------------------
 
@@ -326,11 +309,11 @@ class Coordinator:
                 problem=result.error.message,
                 client=reply.client.decode(),
             )
-        self.listeners.deliver(reply.client, reply.seq, result)
+        self.deliver(reply.client, reply.seq, result)
 
     def _publish(self, publish: do.Publish) -> None:
         task, result = publish.task, publish.result
-        self.listeners.ended(task, result, self._ran.pop(task.task_id, None))
+        self.ended(task, result, self._ran.pop(task.task_id, None))
         if result.error is not None:
             log.warning(
                 "task ended with an error",
@@ -379,7 +362,7 @@ class Coordinator:
         if len(job.parts[layers]) == len(self.workers) and self._jobs.get(job.task.task_id) is job:
             record = self.dispatcher.records.get(job.task.task_id)
             for client, seq in () if record is None else record.waiters:
-                self.listeners.progressed(client, seq, layers)
+                self.progressed(client, seq, layers)
 
     def rank_died(self, rank: int, cause: str) -> None:
         """Report that a rank's device is lost: every current and later task fails, and its error names the rank.

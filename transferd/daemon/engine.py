@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from transferd.control.engine_bounds import Total
 from transferd.control.order import Claim
 from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
-from transferd.daemon.coordinator import Coordinator, Listeners
+from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.kv_events.departures import Departures
 from transferd.daemon.kv_events.feed import KvEventFeed, has_followers
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -117,7 +117,6 @@ class HostedEngine:
 
     registration: None for [cache].
     epochs: never yields a number twice.
-    renamed: called with this engine and the generation that it no longer serves.
     """
 
     name: str
@@ -126,7 +125,6 @@ class HostedEngine:
     total: Total
     epochs: Iterator[int]
     registration: Registrant | None = None
-    renamed: Callable[[HostedEngine, str], None] = lambda _engine, _before: None
 
     def __post_init__(self) -> None:
         name, plan, shared, registration = self.name, self.plan, self.shared, self.registration
@@ -157,14 +155,9 @@ class HostedEngine:
             self.dispatcher,
             self.barrier,
             self.workers,
-            Listeners(
-                shared.clients.deliver,
-                self._ended,
-                self._memory_gone,
-                self._generation_changed,
-                self._epoch_began,
-                shared.clients.progressed,
-            ),
+            shared.clients.deliver,
+            shared.clients.progressed,
+            self._ended,
             clock=shared.clock,
             recorder=self.recorder,
             engine=name,
@@ -257,6 +250,8 @@ class HostedEngine:
             tokens=self.tokens,
             next_generation=lambda: generation_of(file) if file else self.dispatcher.generation,
             epochs=self.epochs,
+            feed=self.kv_events,
+            epoch_began=lambda: self.shared.clients.say_hello(self.clients, "the cache was cleared"),
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -333,18 +328,6 @@ class HostedEngine:
         tasks.ended(self.name, task, result, ran)
         if self.kv_events is not None:
             self.kv_events.task_ended(task, result)
-
-    def _memory_gone(self, stored: bool) -> None:
-        if self.kv_events is not None:
-            self.kv_events.memory_gone(stored)
-
-    def _generation_changed(self, before: str, now: str) -> None:
-        if self.kv_events is not None:
-            self.kv_events.generation_changed(now)
-        self.renamed(self, before)
-
-    def _epoch_began(self) -> None:
-        self.shared.clients.say_hello(self.clients, "the cache was cleared")
 
     @property
     def returns(self) -> bool | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections import Counter
@@ -88,7 +89,7 @@ class Holdings:
     def came(self, engine: HostedEngine) -> None:
         """Note that an engine has come. Call it once storage is open."""
         self._engines[engine.owner] = engine
-        engine.renamed = self.renamed
+        engine.cache.renamed = functools.partial(self.renamed, engine)
         if (keeper := self._own_keeper) is not None:
             keeper.claim(engine.owner, engine.objects.space, engine.storage_share)
 

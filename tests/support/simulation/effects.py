@@ -61,8 +61,8 @@ class SimEffects:
         barrier = coordinator.barrier
         barrier.open = self._before("Start", barrier.open, lambda task_id, *_: task_id)  # type: ignore[method-assign]
         daemon.transport.send = self._sends  # type: ignore[method-assign]
-        self._deliver = coordinator.listeners.deliver
-        coordinator.listeners.deliver = self._delivers
+        self._deliver = coordinator.deliver
+        coordinator.deliver = self._delivers
 
     def _raises(self, instruction: str) -> bool:
         fault = FAULTS[instruction]

@@ -42,10 +42,10 @@ class Oracle:
         daemon = world.daemon
         coordinator = daemon.default.coordinator
         self._carry_out = coordinator._carry_out
-        self._deliver = coordinator.listeners.deliver
+        self._deliver = coordinator.deliver
         # Instruments, of this world only.
         coordinator._carry_out = self._heard  # type: ignore[method-assign]
-        coordinator.listeners.deliver = self._answered
+        coordinator.deliver = self._answered
         self._submit, self._gone = daemon.default.dispatcher.submit, daemon.default.dispatcher.client_gone
         daemon.default.dispatcher.submit = self._submitted  # type: ignore[method-assign]
         daemon.default.dispatcher.client_gone = self._client_gone  # type: ignore[method-assign]

@@ -117,7 +117,7 @@ async def _run(subject: Subject) -> list[Row]:
     }
     config, transport = from_tree(tree), InProcess()
     daemon = Daemon(config, transport=transport, storage=subject.storage(config) if subject.storage else None)
-    daemon.default.coordinator.listeners.deliver = transport.deliver
+    daemon.default.coordinator.deliver = transport.deliver
     await daemon.open()
     try:
         return await _measure(subject, daemon, transport)
