@@ -73,17 +73,21 @@ async def test_a_registered_engine_has_the_name_the_user_and_the_token_of_who_re
 
 async def test_unmapped_memory_counts_from_when_a_client_first_needed_it(daemon: Daemon, endpoint: str) -> None:
     await daemon.open()
-    own = daemon.default
-    assert own.unattached() == ([0, 1], None), "nobody needs it"
+
+    def unattached() -> tuple[list[int], float | None]:
+        own = daemon.report().engines["default"]
+        return own.unattached, own.unattached_s
+
+    assert unattached() == ([0, 1], None), "nobody needs it"
     async with Client(endpoint) as one:
         await one.attach(0)
-        ranks, since = own.unattached()
+        ranks, since = unattached()
         assert ranks == [1]
         assert since is not None
         assert since >= 0
         await one.attach(1)
-        assert own.unattached() == ([], None)
-    await until(lambda: own.unattached() == ([0, 1], None), "its client has left")
+        assert unattached() == ([], None)
+    await until(lambda: unattached() == ([0, 1], None), "its client has left")
 
 
 async def test_an_end_answers_every_task_and_frees_all_memory_once_no_rank_works(daemon: Daemon, endpoint: str) -> None:

@@ -327,7 +327,7 @@ async def test_only_the_user_who_registered_an_engine_speaks_for_it(
     async with serving(endpoint, "e") as (_, memory):
         registrant = daemon.engines.get("e")
         assert registrant is not None
-        mine = [daemon.clients.get(peer) for peer in registrant.clients]
+        mine = daemon.clients.at(registrant)
         theirs = property(lambda one: (os.getuid(), os.getpid()) if one in mine else (12345, 1))
         monkeypatch.setattr(KnownClient, "who", theirs)
         async with client(endpoint, "e") as foreign:
@@ -562,8 +562,8 @@ async def test_a_client_whose_engine_was_given_up_knows_that_its_mappings_are_ou
         await one.device_handle(0)
         before, boot_id = daemon.engines.get("e"), one.boot_id
         assert before is not None
-        for peer in list(before.clients):
-            daemon.server._forget(peer)  # as after server.client_timeout
+        for known in daemon.clients.at(before):
+            daemon.server._forget(known.peer)  # as after server.client_timeout
         await until(lambda: daemon.engines.get("e") not in (None, before) and one.connected, "it has come again")
         await until(lambda: one.outdated == [0], "and knows what it has lost")
         assert one.boot_id == boot_id
@@ -751,8 +751,8 @@ async def test_a_task_that_a_leaving_engine_still_copies_is_refused_as_unsettled
         await until(lambda: not conversation._heart.hello_under_way, "its newest Hello is answered")
         engine = daemon.engines.get("e")
         assert engine is not None
-        for peer in list(engine.clients):
-            daemon.server._forget(peer, "was silent for 7.4 s")
+        for known in daemon.clients.at(engine):
+            daemon.server._forget(known.peer, "was silent for 7.4 s")
         if comes_again:
             await other.register(described())
         conversation._greet()  # as its heartbeat does
@@ -887,8 +887,8 @@ async def test_the_next_life_says_how_the_last_one_ended(
         before = daemon.engines.get("e")
         assert before is not None
         with caplog.at_level(logging.WARNING, "transferd.client.offers"):
-            for peer in list(before.clients):
-                daemon.server._forget(peer, "was silent for 7.4 s")
+            for known in daemon.clients.at(before):
+                daemon.server._forget(known.peer, "was silent for 7.4 s")
             await until(lambda: daemon.engines.get("e") not in (None, before) and one.connected, "it has come again")
             assert "the last one was silent for 7.4 s, so all of its blocks are empty" in caplog.text
             caplog.clear()

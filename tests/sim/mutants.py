@@ -417,7 +417,7 @@ MUTANTS = (
     Mutant(
         "a restore is answered before other clients know its generation",
         "daemon/engines.py",
-        "        await self._make_known(client.peer, engine, engine.coordinator.generation)\n        return epoch",
+        "        await self._make_known(client, engine, engine.coordinator.generation)\n        return epoch",
         "        return epoch",
         finder="identity",
     ),

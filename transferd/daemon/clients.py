@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from transferd.daemon.engine import HostedEngine
@@ -93,6 +93,10 @@ class Clients:
         """The clients that name this engine, or, if it is "", all; the oldest first."""
         return (client for client in self._peers.values() if engine in ("", client.engine_name))
 
+    def at(self, engine: HostedEngine) -> list[KnownClient]:
+        """The clients that are bound to this engine, the oldest first."""
+        return [client for client in self._peers.values() if client.engine is engine]
+
     def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]
 
@@ -113,23 +117,6 @@ class Clients:
         """Remove and return a client that left or was lost; None if it was not known."""
         self._left.set()
         return self._peers.pop(peer, None)
-
-    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
-        """When the first of these clients that needs its engine's memory came; None if none needs it.
-
-        A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
-        """
-        each = (self._peers.get(peer) for peer in peers)
-        came = (client.came_at for client in each if client is not None and (client.holds or client.turned_away))
-        return min(came, default=None)
-
-    def return_to(self, peers: Iterable[bytes]) -> bool | None:
-        """Whether these clients find the way to a new daemon by themselves; None if they do not say, or there are none.
-
-        Each that has registered an engine, offered, attached or pushed must.
-        """
-        said = [one.returns for peer in peers if (one := self._peers.get(peer)) is not None and one.holds]
-        return False if False in said else True if True in said else None
 
     async def gone(self, session: int, *, but: KnownClient) -> None:
         """Wait until no client other than `but` may name this session. Returns at once if there is none."""
@@ -172,11 +159,12 @@ class Clients:
         """Report the part of a task that is there. If the report is lost, the result still comes."""
         self._sent(client, wire.encode_reply(seq, wire.TaskProgress(layers)))
 
-    def say_hello(self, peers: Iterable[bytes], why: str) -> None:
-        """Make these clients say Hello at once, because the Welcome contains the change."""
+    def say_hello(self, engine: HostedEngine, why: str, *, but: KnownClient | None = None) -> None:
+        """Make the clients of an engine say Hello at once, because the Welcome contains the change."""
         again = wire.Refused(ErrorInfo(wire.STALE_SESSION, f"{why}; say Hello"))
-        for peer in list(peers):
-            self.send(peer, 0, again)
+        for client in self.at(engine):
+            if client is not but:
+                self.send(client.peer, 0, again)
 
     def where(self, peer: bytes) -> str:
         """Where a peer connects from, for a log; "" if unknown."""

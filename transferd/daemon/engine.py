@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from transferd.blocks.formats import SealedBlocks
 from transferd.config import DEFAULT_ENGINE
 from transferd.config.generation import generation_of
 from transferd.config.loading import to_tree
-from transferd.config.ownership import Creator, creator
+from transferd.config.ownership import creator
 from transferd.control.admission import Limits
 from transferd.control.byte_ranges import ByteRanges
 from transferd.control.dispatcher import Dispatcher
@@ -69,14 +69,8 @@ class Speakers(Protocol):
     def progressed(self, client: bytes, seq: int, layers: int) -> None:
         """Report the part of a task that is there."""
 
-    def say_hello(self, peers: Iterable[bytes], why: str) -> None:
-        """Make these clients say Hello."""
-
-    def in_need_since(self, peers: Iterable[bytes]) -> float | None:
-        """When the first of these clients that needs its engine's memory came; None if none needs it."""
-
-    def return_to(self, peers: Iterable[bytes]) -> bool | None:
-        """Whether these clients find the way to a new daemon by themselves; None if they do not say."""
+    def say_hello(self, engine: HostedEngine, why: str) -> None:
+        """Make the clients of an engine say Hello."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +129,9 @@ class HostedEngine:
         self.owner = EngineOwner(name, self.uid)  # of its objects in storage
         self.config = config = plan.config
         self.block_size = config.geometry.block_size  # tokens of a block, as configured
-        self.clients: set[bytes] = set()  # bound to this engine (engines.py)
         self.nbytes, self.configured = plan.sizes.memory, plan.generation
         self.origin = Origin.CONFIGURED if registration is None else Origin.SAID  # of its generation
         self.heard = asyncio.Event()  # set when a client's Hello has named its generation, and when a client has left
-        self.holders = 0  # how many of these clients keep the engine
         self.storage_share = 0.0  # of the store, kept for it
         self.recorder = shared.recorder.of(name)
         self.layout, self.objects, self.tokens = plan.layout, plan.objects, plan.tokens
@@ -251,7 +243,7 @@ class HostedEngine:
             next_generation=lambda: generation_of(file) if file else self.dispatcher.generation,
             epochs=self.epochs,
             feed=self.kv_events,
-            epoch_began=lambda: self.shared.clients.say_hello(self.clients, "the cache was cleared"),
+            epoch_began=lambda: self.shared.clients.say_hello(self, "the cache was cleared"),
         )
 
     # --- life ---------------------------------------------------------------------------------------
@@ -314,30 +306,12 @@ class HostedEngine:
         hung = next((worker.hung for worker in self.workers if worker.hung), "")
         return hung or ("" if self.dispatcher.gate.refusal is None else "draining")
 
-    def unattached(self) -> tuple[list[int], float | None]:
-        """Ranks without attached or offered memory, and for how many seconds a client has needed it."""
-        came = self.shared.clients.in_need_since(self.clients)
-        ranks, since = self.cache.unattached
-        if not ranks or came is None:
-            return ranks, None
-        return ranks, self.shared.clock.monotonic() - max(came, since)
-
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
         tasks = self.shared.tasks
         self.shared.traffic.ended(self, task, result, asks=self.name in tasks.asking)
         tasks.ended(self.name, task, result, ran)
         if self.kv_events is not None:
             self.kv_events.task_ended(task, result)
-
-    @property
-    def returns(self) -> bool | None:
-        """Whether it comes back by itself after a restart of the daemon; None if its clients do not say.
-
-        Clients register and offer their memory again by themselves; whoever has attached memory must attach it anew.
-        """
-        if self.cache.creator is Creator.ENGINE:
-            return True if self.holders else None if self.registration is None else False
-        return self.shared.clients.return_to(self.clients)
 
     def ranks(self) -> list[RankReport]:
         """Its ranks as a report has them."""

@@ -177,7 +177,6 @@ class Engines:
         client.generation = said.generation if client.belongs else None
         client.returns = said.returns
         if engine is not None:
-            engine.clients.add(client.peer)
             engine.heard.set()
 
     def _contradicts(self, engine: HostedEngine, said: wire.Hello) -> ErrorInfo | None:
@@ -229,14 +228,11 @@ class Engines:
         engine, client.engine = client.engine, None
         if engine is None:
             return
-        engine.clients.discard(client.peer)
         engine.heard.set()
         engine.client_gone(client.peer)
         self.prefetches.left(client.peer)
         held, client.holds = client.holds, False
-        if held:
-            engine.holders -= 1
-        if held and engine.registration is not None and not engine.holders:
+        if held and engine.registration is not None and not self._held(engine):
             log.warning("engine gone with its last client", engine=engine.name)
             what = f"every client of the engine {engine.name!r} has gone; the last one {how}"
             self._dismiss(engine, ErrorInfo(EngineGone.code, what))
@@ -245,9 +241,12 @@ class Engines:
         """Keep the client's engine for as long as the client lives."""
         if client.engine is not None and not client.holds:
             client.holds = True
-            client.engine.holders += 1
             if client.engine.origin is Origin.CONFIGURED:
                 client.engine.origin = Origin.SAID
+
+    def _held(self, engine: HostedEngine) -> bool:
+        """Whether a client keeps the engine."""
+        return any(client.holds for client in self._clients.at(engine))
 
     async def offer(self, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
@@ -266,28 +265,28 @@ class Engines:
         If the daemon then dies, each of them asserts the new generation to the next daemon. Raises RequestError.
         """
         engine.cache.set_generation(generation)
-        await self._make_known(client.peer, engine, generation)
+        await self._make_known(client, engine, generation)
 
     async def restore(self, client: KnownClient, engine: HostedEngine, restore: wire.RestoreCache) -> int:
         """Restore a cleared cache. Returns when `set_generation` would: the engine's other clients know of it."""
         epoch = await engine.cache.restore(restore.generation, same_weights=restore.same_weights)
-        await self._make_known(client.peer, engine, engine.coordinator.generation)
+        await self._make_known(client, engine, engine.coordinator.generation)
         return epoch
 
-    async def _make_known(self, peer: bytes, engine: HostedEngine, generation: str) -> None:
+    async def _make_known(self, client: KnownClient, engine: HostedEngine, generation: str) -> None:
         engine.origin = Origin.SET
-        self.shared.clients.say_hello(engine.clients - {peer}, "the generation was changed")
+        self._clients.say_hello(engine, "the generation was changed", but=client)
         now = self.shared.clock.monotonic
         give_up = now() + 2 * self._config.server.client_timeout
-        while self._behind(peer, engine) and engine.coordinator.generation == generation and now() < give_up:
+        while self._behind(client, engine) and engine.coordinator.generation == generation and now() < give_up:
             engine.heard.clear()
             with contextlib.suppress(TimeoutError):
                 await wait_for(engine.heard.wait(), give_up - now())
 
-    def _behind(self, peer: bytes, engine: HostedEngine) -> bool:
-        """Whether the last Hello of a client of the engine, other than `peer`, named another generation."""
-        each = [self._clients.get(other) for other in engine.clients if other != peer]
-        return any(one is not None and one.generation not in (None, engine.coordinator.generation) for one in each)
+    def _behind(self, client: KnownClient, engine: HostedEngine) -> bool:
+        """Whether the last Hello of another client of the engine named another generation."""
+        said = {one.generation for one in self._clients.at(engine) if one is not client}
+        return not said <= {None, engine.coordinator.generation}
 
     # --- registration -------------------------------------------------------------------------------
 
@@ -463,15 +462,13 @@ class Engines:
                 del self._ended[next(iter(self._ended))]
             self._by_name.pop(engine.name, None)
             self.total.engines.remove(engine.dispatcher.lanes)
-            for peer in engine.clients:
-                client = self._clients.get(peer)
-                if client is not None and client.engine is engine:
-                    client.engine, client.holds = None, False
-                    client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
-            self.shared.clients.say_hello(engine.clients, why.message)
             self.prefetches.dismissed(engine)
             work = self._closed(engine, why, self._building.get(engine.name))
             leaving = self.leaving[engine] = asyncio.get_running_loop().create_task(work)
+            self._clients.say_hello(engine, why.message)
+            for client in self._clients.at(engine):
+                client.engine, client.holds = None, False
+                client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
         return leaving
 
     async def _closed(self, engine: HostedEngine, why: ErrorInfo, building: Building | None) -> None:
@@ -529,7 +526,7 @@ class Engines:
         if building.waiting or task.cancelled() or task.exception() is not None:
             return
         engine = task.result()
-        if self._by_name.get(engine.name) is engine and not engine.holders:
+        if self._by_name.get(engine.name) is engine and not self._held(engine):
             self._dismiss(engine, ErrorInfo(EngineGone.code, "its client has gone"))
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from transferd.config import Config
 from transferd.config.ownership import Creator
+from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.kv_events.sockets import EventSockets
@@ -159,7 +160,8 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
 
 def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.StorageReport) -> rows.EngineReport:
     cache, tasks, traffic, log = engine.cache, engine.dispatcher, engine.shared.traffic, engine.shared.tasks
-    unattached, unattached_s = engine.unattached()
+    clients = parts.server.clients.at(engine)
+    unattached, unattached_s = _unattached(engine, clients)
     totals = parts.windows.recent(added(kinds.values()), engine.name)
     return rows.EngineReport(
         ready=engine.coordinator.ready,
@@ -170,8 +172,8 @@ def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.Stor
         ranks=len(engine.workers),
         first_rank=engine.config.geometry.first_rank,
         dp_rank=engine.config.events.dp_rank,
-        clients=len(engine.clients),
-        returns=engine.returns,
+        clients=len(clients),
+        returns=_returns(engine, clients),
         model=engine.config.storage.model,
         generation=engine.dispatcher.generation,
         fingerprint=_fingerprint(engine),
@@ -200,6 +202,30 @@ def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.Stor
         lanes={name: parts.windows.recent(kind, engine.name, name) for name, kind in kinds.items()},
         totals=totals,
     )
+
+
+def _unattached(engine: HostedEngine, clients: Sequence[KnownClient]) -> tuple[list[int], float | None]:
+    """Ranks without attached or offered memory, and for how many seconds a client has needed it.
+
+    A client needs it if it has registered the engine, offered, attached or pushed, or turned tasks away itself.
+    """
+    came = min((client.came_at for client in clients if client.holds or client.turned_away), default=None)
+    ranks, since = engine.cache.unattached
+    if not ranks or came is None:
+        return ranks, None
+    return ranks, engine.shared.clock.monotonic() - max(came, since)
+
+
+def _returns(engine: HostedEngine, clients: Sequence[KnownClient]) -> bool | None:
+    """Whether it comes back by itself after a restart of the daemon; None if its clients do not say.
+
+    Clients register and offer their memory again by themselves; whoever has attached memory must attach it anew. Each
+    that has registered the engine, offered, attached or pushed must find the way to a new daemon.
+    """
+    said = [client.returns for client in clients if client.holds]
+    if engine.cache.creator is Creator.ENGINE:
+        return True if said else None if engine.registration is None else False
+    return False if False in said else True if True in said else None
 
 
 def _fingerprint(engine: HostedEngine) -> rows.FingerprintReport:
