@@ -46,7 +46,7 @@ from transferd.daemon.prefetches import EnginePrefetches
 from transferd.daemon.preflight import EnginePlan, Plan, build_engine, device_bytes, host_memory
 from transferd.daemon.weights import Origin, adopted
 from transferd.errors import ConfigError, EngineGone, InvariantError, RequestError, TransferError
-from transferd.observability.figures import of_engine, together
+from transferd.observability.figures import Kinds, of_engine, together
 from transferd.observability.report import KindReport
 from transferd.runtime.compat import convert, wait_for
 from transferd.runtime.limits import memory_total
@@ -68,8 +68,8 @@ LEAST_TOKEN = 16  # characters: 64 random bits, if they are hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
-    """The counts of engines that have left: the daemon's counters never fall."""
+class EngineCounts:
+    """The counts of engines, those that have left included: the daemon's counters never fall."""
 
     tasks: Counter[str] = field(default_factory=Counter)
     rejects: Counter[str] = field(default_factory=Counter)
@@ -79,16 +79,16 @@ class Departed:
     missed: int = 0
     lanes: dict[str, KindReport] = field(default_factory=dict)
 
-    def and_of(self, engine: HostedEngine) -> Departed:
+    def and_of(self, engine: HostedEngine, lanes: Kinds) -> EngineCounts:
         """These counts and those of one more engine."""
-        return Departed(
+        return EngineCounts(
             tasks=self.tasks + engine.dispatcher.statuses,
             rejects=self.rejects + engine.dispatcher.rejects,
             barrier=self.barrier + engine.barrier.counts,
             effects_failed=self.effects_failed + engine.coordinator.effects_failed,
             corrupt=self.corrupt + sum(worker.corrupt for worker in engine.workers),
             missed=self.missed + sum(worker.missed for worker in engine.workers),
-            lanes=together([self.lanes, of_engine(engine.ranks())]),
+            lanes=together([self.lanes, lanes]),
         )
 
 
@@ -135,7 +135,7 @@ class Engines:
         self.closed = False
         self.acts = Acts(shared.clock.monotonic)
         self.opened = asyncio.Event()  # set once storage is open and engines may register
-        self.departed = Departed()
+        self.departed = EngineCounts()  # of the engines that have left
         self.own: HostedEngine | None = None
         if plan.engine is not None:
             self.own = HostedEngine(DEFAULT_ENGINE, plan.engine, shared, self.total, self._epochs)
@@ -483,7 +483,7 @@ class Engines:
         finally:
             del self.leaving[engine]
             self.holdings.left(engine)
-            self.departed = self.departed.and_of(engine)
+            self.departed = self.departed.and_of(engine, of_engine(engine.ranks()))
             if engine.name not in self._by_name:  # else these are also the counts of the next engine of its name
                 self.shared.tasks.left(engine.name)
                 self.shared.traffic.left(engine.name)

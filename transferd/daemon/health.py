@@ -26,9 +26,9 @@ class HealthCheck:
     """One for the daemon. viewed: its reports, for all who look at them."""
 
     def __init__(self, parts: Parts, listing: Listing) -> None:
-        self.viewed = ReportMemory(self.report, parts.clock)
+        self.viewed = ReportMemory(self.report, parts.engines.shared.clock)
         self._parts, self._listing = parts, listing
-        self._now = parts.clock.monotonic
+        self._now = parts.engines.shared.clock.monotonic
         self._watch = Watch()
         self._history = History(self._now())
         self._looked_at = -EVERY_S

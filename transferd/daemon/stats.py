@@ -22,13 +22,11 @@ from transferd.observability.figures import Kinds, added, of_engine, together
 from transferd.observability.report import Report
 from transferd.observability.task_log import Windows
 from transferd.observability.traces import Traces
-from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import loop_turns
 from transferd.runtime.version import VERSION
 from transferd.storage.tokens import TokenStorage
 from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
-from transferd.wire.transport import ServerTransport
 
 MEDIA = (MEDIUM_GPU, MEDIUM_CPU, MEDIUM_STORAGE)
 SUMS = ("queued", "running", "straggling")  # of all engines
@@ -41,9 +39,7 @@ class Parts(Protocol):
     """The sources of a report: the part of the daemon (daemon.py) that this module needs."""
 
     config: Config
-    clock: Clock
     started_at: float
-    transport: ServerTransport
     engines: Engines
     server: Server
     windows: Windows
@@ -61,39 +57,36 @@ class Parts(Protocol):
 def report_of(parts: Parts) -> Generator[None, None, Report]:
     """The report as it is now, without concerns, in pieces of one engine: about a millisecond at 8 ranks."""
     engines, own, storage, shared = parts.engines.all, parts.engines.own, _storage(parts), parts.engines.shared
-    ranks, kinds = {}, {}
-    found: dict[HostedEngine, rows.EngineReport] = {}
-    departed = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
+    ranks, found = dict[HostedEngine, list[rows.RankReport]](), dict[HostedEngine, rows.EngineReport]()
+    total = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
     for engine in engines:
         ranks[engine] = engine.ranks()
-        kinds[engine] = of_engine(ranks[engine])
-        found[engine] = _engine(engine, parts, kinds[engine], storage)
+        kinds = of_engine(ranks[engine])
+        total = total.and_of(engine, kinds)
+        found[engine] = _engine(engine, parts, kinds, storage)
         yield
-    all_tasks, server = list(found.values()), parts.server.statistics()
-    lanes = together([*kinds.values(), departed.lanes])
+    server, lanes = parts.server.statistics(), together([total.lanes])
     for name, kind in lanes.items():
         yield
         parts.windows.recent(kind, None, name)
     yield
     totals = parts.windows.recent(added(lanes.values()))
-    turned_away = departed.rejects + Counter(server.rejects) + Counter(server.turned_away)
     yield
-    sums = {name: sum(getattr(one, name) for one in all_tasks) for name in SUMS}
-    tasks = _counted(all_tasks, "tasks", departed.tasks)
-    rejects = _counted(all_tasks, "rejects", turned_away)
+    sums = {name: sum(getattr(one, name) for one in found.values()) for name in SUMS}
     yield
     host, staging = _host(parts.engines, own), _staging(engines)
     yield
-    memory = _memory(parts, engines, host)
+    memory, now = _memory(parts, engines, host), shared.clock.monotonic()
+    endpoints = list(parts.server.clients.transport.endpoints)
     yield
     return Report(
         version=VERSION,
         host_name=socket.gethostname(),
         pid=os.getpid(),
         boot_id=shared.boot_id,
-        uptime_s=parts.clock.monotonic() - parts.started_at,
+        uptime_s=now - parts.started_at,
         loop_longest_s=loop_turns().longest_s,
-        endpoint=list(parts.transport.endpoints),
+        endpoint=endpoints,
         ranks=[rank for engine in engines for rank in ranks[engine]],
         lanes=lanes,
         totals=totals,
@@ -101,15 +94,15 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         hits=shared.tasks.found.total(),
         misses=shared.tasks.missing.total(),
         **sums,
-        tasks=tasks,
-        rejects=rejects,
-        held=_held(parts.clock.monotonic(), engines),
+        tasks=dict(total.tasks),
+        rejects=dict(total.rejects + Counter(server.rejects) + Counter(server.turned_away)),
+        held=_held(now, engines),
         argument_bytes=memory.task_arguments,
         results_kept=sum(len(engine.dispatcher.results) for engine in engines),
         result_bytes=memory.results,
-        barrier=_barrier(engines, own, departed.barrier),
+        barrier=_barrier(engines, own, total.barrier),
         refused=parts.refused(),
-        users=_users(parts.transport.endpoints),
+        users=_users(endpoints),
         degraded=[reason for engine in engines for reason in _degraded(engine)],
         host=host,
         staging=staging,
@@ -120,7 +113,7 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
         events=_events(shared.events, engines),
         traces=rows.TracesReport() if parts.traces is None else parts.traces.statistics(),
         server=server,
-        effects_failed=dict(sum((engine.coordinator.effects_failed for engine in engines), departed.effects_failed)),
+        effects_failed=dict(total.effects_failed),
         engines={engine.name: found[engine] for engine in parts.engines if engine in found},
         engines_leaving=len(engines) - sum(1 for _ in parts.engines),
         acts=parts.engines.acts.report(),
@@ -143,14 +136,6 @@ def _of_own_engine(parts: Parts, own: HostedEngine | None) -> dict[str, Any]:
         "layout": _layout(own),
         "configured": own.shared_settings,
     }
-
-
-def _counted(tasks: Sequence[rows.EngineReport], name: str, departed: Mapping[str, int]) -> dict[str, int]:
-    """One counter of all engines, and of those that left."""
-    total = Counter(departed)
-    for one in tasks:
-        total.update(getattr(one, name))
-    return dict(+total)
 
 
 def _users(endpoints: Sequence[str]) -> rows.UsersReport:
@@ -239,8 +224,7 @@ def _held(now: float, engines: Sequence[HostedEngine]) -> list[rows.HoldReport]:
     return [rows.HoldReport(hold.what, hold.holder, name, now - hold.since) for hold, name in held]
 
 
-def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None, departed: Counter[str]) -> rows.BarrierReport:
-    counts = sum((Counter(engine.barrier.statistics()) for engine in engines), departed)
+def _barrier(engines: Sequence[HostedEngine], own: HostedEngine | None, counts: Counter[str]) -> rows.BarrierReport:
     dead = [rank for engine in engines for rank in sorted(engine.barrier.dead)]
     return rows.BarrierReport(dead=dead, skew_s=[] if own is None else list(own.coordinator.skew_s), **counts)
 
