@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -89,12 +89,21 @@ class LooksUp(Protocol):
     block_size: int
 
 
-class _Missed:
-    """The misses of one engine: how many look-ups of each minute, by reason; and the generations that it has served."""
+class _Asked:
+    """An engine that has looked something up, or stored it, the last one of its name.
+
+    minutes: how many of its look-ups missed in each minute, by reason. generations: those in which it has looked.
+    """
+
+    engine: LooksUp
 
     def __init__(self) -> None:
         self.minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
         self.generations: deque[str] = deque(maxlen=GENERATIONS)
+
+    def served(self) -> list[str]:
+        """The generations that the engine has served, the present one first."""
+        return list(dict.fromkeys([self.engine.dispatcher.generation, *self.generations]))
 
 
 class KeyTraffic:
@@ -109,8 +118,7 @@ class KeyTraffic:
         self._what_if, self._following = WhatIf(clock.monotonic), InPieces()
         self._history = KeyHistory(clock.monotonic)
         self.trace = KeyTrace(clock.monotonic)
-        self._missed: dict[str, _Missed] = {}
-        self._engines: dict[str, LooksUp] = {}  # those that have looked something up, or stored it
+        self._asked: defaultdict[str, _Asked] = defaultdict(_Asked)  # by the engine's name
         if storage is not None:
             storage.index.trace(self._history.at, storage.backend)
 
@@ -123,7 +131,7 @@ class KeyTraffic:
         """
         self._following.run(self._what_if.looked_up(engine.name, keys, self._came(engine)))
         self.trace.looked_up(engine.name, keys, engine.block_size)
-        missed = self._missed.setdefault(engine.name, _Missed())
+        missed = self._asked[engine.name]
         if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
             missed.generations.append(engine.dispatcher.generation)
         if missing is None:
@@ -156,12 +164,11 @@ class KeyTraffic:
 
     def left(self, engine: str) -> None:
         self._following.run(self._what_if.left(engine))
-        self._missed.pop(engine, None)
-        self._engines.pop(engine, None)
+        self._asked.pop(engine, None)
 
     def _came(self, engine: LooksUp) -> int:
         """Bytes of a stored block of this engine, all ranks together."""
-        self._engines[engine.name] = engine
+        self._asked[engine.name].engine = engine
         return engine.objects.slot_bytes * len(engine.workers)
 
     # --- why ----------------------------------------------------------------------------------------
@@ -194,22 +201,17 @@ class KeyTraffic:
         each = [worker.context.object_rank for worker in engine.workers[:ranks]]
         return [name + suffix for rank in each for name in engine.objects.names(generation, ids, rank)]
 
-    def _generations(self, engine: LooksUp) -> list[str]:
-        """Those that an engine has served, the present one first."""
-        known = self._missed.get(engine.name)
-        return list(dict.fromkeys([engine.dispatcher.generation, *(known.generations if known else ())]))
-
     def _elsewhere(self, engine: LooksUp, key: str) -> Iterator[str]:
         """The first rank's object of this key in other models, layouts and generations, MOST_OTHERS at most.
 
         Each look-up that misses asks this on the loop, and engines of one model would name the same objects.
         """
         seen = {(engine.objects.space, engine.dispatcher.generation)}
-        for other in self._engines.values():
-            for generation in self._generations(other):
-                if (place := (other.objects.space, generation)) not in seen:
+        for other in self._asked.values():
+            for generation in other.served():
+                if (place := (other.engine.objects.space, generation)) not in seen:
                     seen.add(place)
-                    yield self._names(other, generation, key, 1)[0]
+                    yield self._names(other.engine, generation, key, 1)[0]
                 if len(seen) > MOST_OTHERS:
                     return
 
@@ -238,15 +240,14 @@ class KeyTraffic:
         how many seconds it had been stored when that happened.
         """
         rows = []
-        for name, one in self._engines.items():
-            served = one.dispatcher.generation
-            for generation in self._generations(one):
-                if name in engines:
-                    names = self._names(one, generation, key)
-                    there = Counter(level for object_ in names for level, has in self._places(object_).items() if has)
-                    row = {"engine": name, "generation": generation, "serves": generation == served}
-                    row |= {"ranks": len(names), "there": dict(there), "history": list(self._story(names[0]))}
-                    rows.append(row)
+        for name, one in self._asked.items():
+            served = one.served()
+            for generation in served if name in engines else ():
+                names = self._names(one.engine, generation, key)
+                there = Counter(level for object_ in names for level, has in self._places(object_).items() if has)
+                row = {"engine": name, "generation": generation, "serves": generation == served[0]}
+                row |= {"ranks": len(names), "there": dict(there), "history": list(self._story(names[0]))}
+                rows.append(row)
         return [row for row in rows if row["there"] or row["history"]] or rows[:1]
 
     def _story(self, name: str) -> Iterator[dict[str, Any]]:
@@ -261,12 +262,10 @@ class KeyTraffic:
 
     def missed_for(self, engine: str) -> dict[str, int]:
         """Look-ups of the last hour that missed, by why their first missing block was not there."""
-        missed, first = self._missed.get(engine), int(self._now() // 60) - MINUTES
-        total: dict[str, int] = {}
-        for minute, counts in () if missed is None else missed.minutes:
-            for why, number in counts.items() if minute > first else ():
-                total[why] = total.get(why, 0) + number
-        return total
+        first, total = int(self._now() // 60) - MINUTES, Counter[str]()
+        for minute, counts in self._asked[engine].minutes if engine in self._asked else ():
+            total.update(counts if minute > first else ())
+        return dict(total)
 
     def what_if(self, levels: Sequence[LevelReport], engine: str | None = None) -> list[WhatIfReport]:
         """The share of hits that each level would have with other sizes. engine: only of its look-ups."""
