@@ -196,7 +196,7 @@ async def test_a_rank_left_behind_at_the_deadline_is_named_and_its_blocks_stay_u
     with capture_logs() as logs:
         for later in (101.1, 101.6, 110.0):
             world.now = later
-            world.coordinator._hear(world.dispatcher.deadline_reached)
+            world.coordinator.hear(world.dispatcher.deadline_reached)
     assert (world.answers[seq].status, world.code(seq)) == (Status.EXPIRED, "expired")
     assert [line["ranks"] for line in logs if line["event"] == "ranks left behind at the deadline"] == [[1]]
     settled = asyncio.ensure_future(world.coordinator.settled("w"))

@@ -41,7 +41,7 @@ async def test_the_engine_of_the_configuration_says_why_it_does_not_serve_until_
     await daemon.open()
     assert (own.why_not_ready, own.why_not_served) == ("", "")
     assert (own.called(1), own.block_size) == ("rank 1", 4)
-    own.coordinator.stop_admitting()
+    own.coordinator.hear(own.dispatcher.shut_down)
     assert (own.why_not_ready, own.why_not_served) == ("", "draining")
 
 

@@ -344,7 +344,7 @@ MUTANTS = (
     Mutant(
         "an alarm that could not be set is forgotten",
         "daemon/coordinator.py",
-        "            self._hear(self.dispatcher.deadline_reached)  # harmless if early",
+        "            self.hear(self.dispatcher.deadline_reached)  # harmless if early",
         "            pass  # harmless if early",
     ),
     Mutant(

@@ -130,7 +130,8 @@ class CacheMemory:
         self._change = asyncio.Lock()
         self._going: set[Callable[[_MappedOffer], bool]] = set()  # they find offers that will be unmapped
         self._changes = Background(awaited=False)
-        self._mappings = Mappings(len(self._ranks), self.core.mappings, self.core.clock.monotonic)
+        core, changed = self.core, self.core.dispatcher.mappings_changed
+        self._mappings = Mappings(len(self._ranks), lambda *now: core.hear(changed, *now), core.clock.monotonic)
         self._host_memory = asyncio.Event()  # set when the ranks have their host memory, or never will have it
         self._started = False
         self._closing = asyncio.Event()
@@ -448,7 +449,7 @@ class CacheMemory:
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
             self._mappings.clear()
-            self.core.host_emptied()
+            self.core.hear(self.core.dispatcher.host_emptied)
             self.epoch_began()
             try:
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)

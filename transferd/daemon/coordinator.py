@@ -122,7 +122,7 @@ class Coordinator:
     def cancel(self, task_id: str, *, anew: bool = False) -> bool:
         """Cancel a task. False if there is nothing to cancel. anew: see wire.Cancel."""
         known = task_id in self.dispatcher.records
-        self._hear(self.dispatcher.cancel, task_id, anew)
+        self.hear(self.dispatcher.cancel, task_id, anew)
         return known
 
     def pause(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
@@ -130,48 +130,40 @@ class Coordinator:
 
         The pause ends with the holder's resume, or with the client, unless the holder has reconnected by then.
         """
-        self._hear(self.dispatcher.hold, "pause", client, holder, proof)
+        self.hear(self.dispatcher.hold, "pause", client, holder, proof)
         return self.quiet()
 
     def resume(self, holder: str = "", proof: str = "") -> None:
         """End the holder's pauses and drains; if it has none, end all."""
-        self._hear(self.dispatcher.resume, holder, proof)
+        self.hear(self.dispatcher.resume, holder, proof)
 
     def drain(self, client: bytes = b"", holder: str = "", proof: str = "") -> Coroutine[Any, Any, None]:
         """Admit nothing more from this call on; if awaited, return once every admitted task is answered.
 
         A drain ends like a pause.
         """
-        self._hear(self.dispatcher.hold, "drain", client, holder, proof)
+        self.hear(self.dispatcher.hold, "drain", client, holder, proof)
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:
-        self._hear(self.dispatcher.client_gone, client)
+        self.hear(self.dispatcher.client_gone, client)
 
     # --- what the cache asks ------------------------------------------------------------------------
 
     def announce_ready(self) -> None:
         """Every rank has its memory: admit, unless one of them is dead."""
         windows = [worker.windows for worker in self.workers]
-        self._hear(self.dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
+        self.hear(self.dispatcher.cache_ready, tuple(grid for grid in windows if grid is not None))
         self.ready = self.dispatcher.gate.alive
 
     def withdraw(self, error: ErrorInfo, *, end: bool) -> None:
         """Admit nothing, because memory is about to be removed; with `end`, also end all tasks. Then await `empty`."""
         self.ready = False
-        self._hear(self.dispatcher.withdraw_cache, error, end)
+        self.hear(self.dispatcher.withdraw_cache, error, end)
 
     def set_generation(self, generation: str) -> None:
         """Use this generation from now on; objects of older ones become unreachable."""
-        self._hear(self.dispatcher.bump_generation, generation)
-
-    def mappings(self, unmapped: tuple[int, ...], outdated: dict[bytes, tuple[int, ...]]) -> None:
-        """Report the ranks without memory that a client has mapped, and the clients that have earlier memory mapped."""
-        self._hear(self.dispatcher.mappings_changed, unmapped, outdated)
-
-    def host_emptied(self) -> None:
-        """Report that the cache was cleared: host blocks are empty."""
-        self._hear(self.dispatcher.host_emptied)
+        self.hear(self.dispatcher.bump_generation, generation)
 
     # --- waiting ------------------------------------------------------------------------------------
 
@@ -189,9 +181,6 @@ class Coordinator:
 
     # --- shutdown -----------------------------------------------------------------------------------
 
-    def stop_admitting(self) -> None:
-        self._hear(self.dispatcher.shut_down)
-
     def cancel_running(self) -> int:
         """End all running tasks now, with what they have. Returns how many there were."""
         task_ids = [record.task_id for record in self.dispatcher.records.values()]
@@ -199,17 +188,15 @@ class Coordinator:
             self.cancel(task_id)
         return len(task_ids)
 
-    def fail_queued(self) -> None:
-        self._hear(self.dispatcher.abandon_queue)
-
     def close(self) -> None:
         self._alarm.cancel()
 
-    # --- effects ------------------------------------------------------------------------------------
+    # --- events and effects -------------------------------------------------------------------------
 
-    def _hear(
+    def hear(
         self, event: Callable[Concatenate[float, P], list[do.Instruction]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
+        """Let the dispatcher decide on an event, and carry out what it decides."""
         self._carry_out(event(self.clock.monotonic(), *args, **kwargs))
 
     def _carry_out(self, instructions: list[do.Instruction]) -> None:
@@ -254,7 +241,7 @@ class Coordinator:
 
     def _once_more(self, instruction: do.Instruction, job: Job | None) -> None:
         if isinstance(instruction, do.WakeAt):
-            self._hear(self.dispatcher.deadline_reached)  # harmless if early; leads to the next WakeAt
+            self.hear(self.dispatcher.deadline_reached)  # harmless if early; leads to the next WakeAt
         elif isinstance(instruction, do.Unblock | do.Again) or (
             job is not None and self._jobs.get(job.task.task_id) is job
         ):
@@ -279,7 +266,7 @@ class Coordinator:
             del self._jobs[task.task_id]
             cause = self._effect_raised(start, error)
             merged = TaskResult(task_id=task.task_id, status=Status.FAILED, error=cause)
-            self._hear(self.dispatcher.round_merged, task.task_id, merged, ())
+            self.hear(self.dispatcher.round_merged, task.task_id, merged, ())
             return
         for worker in self.workers:
             try:
@@ -329,7 +316,7 @@ class Coordinator:
 
     def _wake_at(self, wake: do.WakeAt) -> None:
         delay = max(0.0, wake.when - self.clock.monotonic())
-        self._alarm.set(delay, self._hear, self.dispatcher.deadline_reached)
+        self._alarm.set(delay, self.hear, self.dispatcher.deadline_reached)
 
     def _unblock(self, unblock: do.Unblock) -> None:
         notify = unblock.claim.table.notify
@@ -342,7 +329,7 @@ class Coordinator:
     def _bytes_free(self, claim: Claim) -> None:
         """Another engine's task has ended, which was the last that a task of ours waited for."""
         assert isinstance(claim.owner, TaskState)
-        self._hear(self.dispatcher.bytes_free, claim.owner.task_id)
+        self.hear(self.dispatcher.bytes_free, claim.owner.task_id)
 
     # --- what comes back from the ranks -------------------------------------------------------------
 
@@ -352,9 +339,9 @@ class Coordinator:
         job.arrivals.append((outcome.rank, now))
         self.skew_s[outcome.rank] += now - job.arrivals[0][1]
         if len(job.arrivals) == len(self.workers) and job.task.task_id not in self._jobs:
-            self._hear(self.dispatcher.task_settled, job.task.task_id)
+            self.hear(self.dispatcher.task_settled, job.task.task_id)
         if not self.barrier.arrive(job.task.task_id, outcome):
-            self._hear(self.dispatcher.rank_left, job.task.task_id, outcome.rank)
+            self.hear(self.dispatcher.rank_left, job.task.task_id, outcome.rank)
 
     def _part_there(self, job: Job, rank: int, layers: int) -> None:
         """Note that a rank has the first layers of all of a task's blocks. Report them once every rank has them."""
@@ -373,7 +360,7 @@ class Coordinator:
             return
         log.error("rank died", engine=self.engine, rank=rank, cause=cause)
         self.ready = False
-        self._hear(self.dispatcher.rank_failed, rank, cause)
+        self.hear(self.dispatcher.rank_failed, rank, cause)
         self.barrier.rank_died(rank, cause)
 
     def _round_complete(self, round_: Round) -> None:
@@ -391,7 +378,7 @@ class Coordinator:
             job.stop.set(Stop.EXPIRED)
         # A rank that died without having arrived may still be in a copy.
         settled = len(job.arrivals) == len(self.workers)
-        self._hear(self.dispatcher.round_merged, round_.task_id, merged, missing, settled)
+        self.hear(self.dispatcher.round_merged, round_.task_id, merged, missing, settled)
 
     # --- waiting for a state ------------------------------------------------------------------------
 

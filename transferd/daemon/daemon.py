@@ -213,7 +213,7 @@ class Daemon:
         # 1. Admit nothing more: new tasks are rejected ("draining"), and /readyz reports not ready.
         for coordinator in coordinators:
             coordinator.ready = False
-            coordinator.stop_admitting()
+            coordinator.hear(coordinator.dispatcher.shut_down)
         # 2. Wait for running tasks; when half of the budget is gone, make them end with what they have.
         if not await shutdown.within((budget_s() - leaving_s) * RUNNING_SHARE, _quiet(coordinators)):
             log.warning("ending running tasks", tasks=sum(c.cancel_running() for c in coordinators))
@@ -221,7 +221,7 @@ class Daemon:
             await shutdown.within(ending_s, _quiet(coordinators))
         # 3. Fail what is queued, each task with its result.
         for coordinator in coordinators:
-            coordinator.fail_queued()
+            coordinator.hear(coordinator.dispatcher.abandon_queue)
         if leaving_s and self.storage is not None:  # while reports still say how far it is
             flush_s = (budget_s() - leaving_s) * RUNNING_SHARE
             leaving = _leave(self.storage, flush_s, min(leaving_s, budget_s() * LEAVING_SHARE))
