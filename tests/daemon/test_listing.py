@@ -22,14 +22,14 @@ def parts(**more: Any) -> SimpleNamespace:
     dispatcher = Dispatcher(limits(lane_depth=2, **more), recorder=recorder)
     clock = SimpleNamespace(monotonic=lambda: 10.0)
     engine = SimpleNamespace(name="default", recorder=recorder, dispatcher=dispatcher, barrier=RankBarrier(2))
-    engines = SimpleNamespace(all=[engine])
-    return SimpleNamespace(
-        recorder=recorder, default=engine, engines=engines, tasks=TaskLog(Clock(monotonic=lambda: 8.0)), clock=clock
-    )
+    tasks = TaskLog(Clock(monotonic=lambda: 8.0))
+    shared = SimpleNamespace(recorder=recorder, tasks=tasks, clock=clock)
+    engines = SimpleNamespace(all=[engine], shared=shared, clients=None)
+    return SimpleNamespace(recorder=recorder, default=engine, engines=engines, tasks=tasks)
 
 
 def listing_of(daemon: Any) -> Listing:
-    return Listing(daemon.clock, daemon.recorder, daemon.tasks, daemon.engines, clients=Any)  # type: ignore[arg-type]
+    return Listing(daemon.engines)
 
 
 def read(task_id: str, block: int) -> ReadStorageTask:

@@ -20,6 +20,7 @@ from transferd.daemon.prefetches import EnginePrefetches
 from transferd.errors import RequestError, TransferError
 from transferd.runtime.clock import SYSTEM_CLOCK
 from transferd.runtime.loop_turns import OneATurn
+from transferd.storage.base import Storage
 from transferd.storage.memory import MemoryStorage
 from transferd.tasks import Status
 from transferd.wire import protocol as wire
@@ -55,6 +56,10 @@ def engine(name: str = "e") -> Any:
     )
 
 
+def lent(storage: Storage | None) -> Any:
+    return SimpleNamespace(storage=storage, clock=SYSTEM_CLOCK, boot_id="boot")
+
+
 async def below(open_: Open) -> tuple[EnginePrefetches, Harness, GatedStorage]:
     """All objects of KEYS lie in the lower of two levels, except a part of "c" on one rank."""
     lower = gated(MemoryStorage(memory_config(10**6)), "lower")
@@ -68,7 +73,7 @@ async def below(open_: Open) -> tuple[EnginePrefetches, Harness, GatedStorage]:
         for name in of_block:
             await store.levels.quarantine_at(name, 0)
     config = from_tree({"storage": {"levels": ["memory", "file"], "file": {"path": "/nowhere"}}})
-    return EnginePrefetches(config, store.storage, SYSTEM_CLOCK, "boot"), store, lower
+    return EnginePrefetches(config, lent(store.storage)), store, lower
 
 
 def asked(task_id: str = "p", keys: list[str] = KEYS, level: str = "memory", timeout: float = 60.0) -> wire.Prefetch:
@@ -189,7 +194,7 @@ async def test_a_store_of_one_level_and_none() -> None:
     config = from_tree({"storage": {"backend": "memory"}})
     storage = MemoryStorage(memory_config(10**5))
     await storage.open()
-    each = EnginePrefetches(config, storage, SYSTEM_CLOCK, "boot")
+    each = EnginePrefetches(config, lent(storage))
     assert (await each.run(b"1", engine(), asked())).status is Status.MISS
     with pytest.raises(RequestError) as refused:
         await each.run(b"1", engine(), asked("q", level="file"))
@@ -203,7 +208,7 @@ async def test_a_store_of_one_level_and_none() -> None:
         await each.warm(client, wire.Warm(10**9))
     assert refused.value.reason == "not_yours"
     with pytest.raises(RequestError) as refused:
-        await EnginePrefetches(config, None, SYSTEM_CLOCK, "boot").run(b"1", engine(), asked())
+        await EnginePrefetches(config, lent(None)).run(b"1", engine(), asked())
     assert refused.value.reason == "no_storage_tier"
     each.left(b"1")
     await storage.close()

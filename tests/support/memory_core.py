@@ -137,15 +137,16 @@ def serve(transport: ServerTransport, core: MemoryCore, *, clock: Clock = SYSTEM
     clients = Clients(transport, core.boot_id, Recorder(capacity=1))
     core.deliver = clients.deliver
     listing: Any = core
-    engines: Any = OneEngine(core)  # plays HostedEngine and Engines at once
-    requests = Requests(clients, engines, listing, lambda: core.stats(), core.explain)
-    return Server(clients, engines, requests, ServerSection(**section), clock)
+    engines: Any = OneEngine(core, clients, clock)  # plays HostedEngine and Engines at once
+    requests = Requests(engines, listing, lambda: core.stats(), core.explain)
+    return Server(engines, requests, ServerSection(**section))
 
 
 class OneEngine:
     """The engines of a daemon that has a MemoryCore as its only one. Every client speaks for it."""
 
-    def __init__(self, core: MemoryCore) -> None:
+    def __init__(self, core: MemoryCore, clients: Clients, clock: Clock) -> None:
+        self.clients = clients
         self.coordinator = self.dispatcher = core
         self.name = "default"
         self.objects = SimpleNamespace(ids=list, names=lambda _generation, keys, _rank: keys)
@@ -153,7 +154,8 @@ class OneEngine:
         self.blocks = SimpleNamespace(index=SimpleNamespace(find=lambda _names, _use: None), exists=core.exists)
         self.owner = self.tokens = self.kv_events = None
         nothing = SimpleNamespace(looked_up=lambda *_: None)
-        self.shared = SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing)
+        lent: dict[str, Any] = {"storage": None, "peers": None, "boot_id": core.boot_id, "clock": clock}
+        self.shared = SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing, **lent)
         self.cache = core.cache
         self.block_size = 0
         self.configured = self.token = ""
@@ -163,7 +165,7 @@ class OneEngine:
         self.leaving = False
         self.recorder = Recorder(capacity=1)
         self.acts = Acts(Clock().monotonic)
-        self.prefetches = EnginePrefetches(Config(), None, Clock(), core.boot_id)
+        self.prefetches = EnginePrefetches(Config(), self.shared)  # type: ignore[arg-type]
 
     @property
     def why_not_ready(self) -> str:

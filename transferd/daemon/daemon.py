@@ -116,7 +116,7 @@ class Daemon:
             traffic=KeyTraffic(self.storage, clock, second_use(config.storage, clock.monotonic)),
         )
         self.engines = Engines(config, shared, self.clients, plan)
-        self.listing = Listing(clock, self.recorder, self.tasks, self.engines, self.clients)
+        self.listing = Listing(self.engines)
         self._health = HealthCheck(self, self.listing)
         self.server = self._build_server()
         self.reports = self._build_reports(metrics)
@@ -138,12 +138,9 @@ class Daemon:
     def _build_server(self) -> Server:
         report = functools.partial(self._health.viewed.made, _for_the_wire)
         return Server(
-            self.clients,
             self.engines,
-            Requests(self.clients, self.engines, self.listing, report, self.explain),
+            Requests(self.engines, self.listing, report, self.explain),
             self.config.server,
-            self.clock,
-            peers=self.peers,
             process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             hello_arrived=self._health.hello_arrived,
         )

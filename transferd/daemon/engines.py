@@ -106,6 +106,7 @@ class Engines:
 
     own: the engine of [cache]; None without it.
     shared: what the daemon lends to its engines.
+    clients: the daemon's; borrowed.
     total: the tasks that all engines together have admitted.
     host: the memory of engines that register.
     holdings: the objects of engines in storage.
@@ -120,9 +121,9 @@ class Engines:
         """Build the engine of [cache], if there is one. Raises ConfigError, TierError."""
         self._config = config
         self.shared = shared
-        self._clients = clients
+        self.clients = clients
         self.holdings = Holdings(config, shared.storage)
-        self.prefetches = EnginePrefetches(config, shared.storage, shared.clock, shared.boot_id)
+        self.prefetches = EnginePrefetches(config, shared)
         self.traffic = shared.traffic
         self._epochs = itertools.count(1)
         server = config.server
@@ -246,7 +247,7 @@ class Engines:
 
     def _held(self, engine: HostedEngine) -> bool:
         """Whether a client keeps the engine."""
-        return any(client.holds for client in self._clients.at(engine))
+        return any(client.holds for client in self.clients.at(engine))
 
     async def offer(self, client: KnownClient, rank: int, handle: DeviceHandle, epoch: int) -> str | None:
         """Map a client's memory as a rank's of its engine; see CacheMemory.offer."""
@@ -275,7 +276,7 @@ class Engines:
 
     async def _make_known(self, client: KnownClient, engine: HostedEngine, generation: str) -> None:
         engine.origin = Origin.SET
-        self._clients.say_hello(engine, "the generation was changed", but=client)
+        self.clients.say_hello(engine, "the generation was changed", but=client)
         now = self.shared.clock.monotonic
         give_up = now() + 2 * self._config.server.client_timeout
         while self._behind(client, engine) and engine.coordinator.generation == generation and now() < give_up:
@@ -285,7 +286,7 @@ class Engines:
 
     def _behind(self, client: KnownClient, engine: HostedEngine) -> bool:
         """Whether the last Hello of another client of the engine named another generation."""
-        said = {one.generation for one in self._clients.at(engine) if one is not client}
+        said = {one.generation for one in self.clients.at(engine) if one is not client}
         return not said <= {None, engine.coordinator.generation}
 
     # --- registration -------------------------------------------------------------------------------
@@ -465,8 +466,8 @@ class Engines:
             self.prefetches.dismissed(engine)
             work = self._closed(engine, why, self._building.get(engine.name))
             leaving = self.leaving[engine] = asyncio.get_running_loop().create_task(work)
-            self._clients.say_hello(engine, why.message)
-            for client in self._clients.at(engine):
+            self.clients.say_hello(engine, why.message)
+            for client in self.clients.at(engine):
                 client.engine, client.holds = None, False
                 client.refused = ErrorInfo("unknown_engine", f"{why.message}; say Hello")
         return leaving

@@ -24,23 +24,18 @@ from typing import Any
 
 from transferd.config import DEFAULT_ENGINE
 from transferd.control.order import State, TaskState
-from transferd.daemon.clients import Clients
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
-from transferd.observability.recorder import Recorder
-from transferd.observability.task_log import Ended, TaskLog
-from transferd.runtime.clock import Clock
+from transferd.observability.task_log import Ended
 
 
 class Listing:
     """Reads the daemon's parts; changes nothing. An answer costs a few milliseconds at most."""
 
-    def __init__(self, clock: Clock, recorder: Recorder, ended: TaskLog, engines: Engines, clients: Clients) -> None:
-        self._now = clock.monotonic
-        self._recorder = recorder
-        self._ended = ended
-        self._engines = engines
-        self._clients = clients
+    def __init__(self, engines: Engines) -> None:
+        self._engines, self._clients = engines, engines.clients
+        shared = engines.shared
+        self._now, self._recorder, self._ended = shared.clock.monotonic, shared.recorder, shared.tasks
 
     def tasks(self, which: str, limit: int, engine: str = "") -> list[dict[str, Any]]:
         """At most `limit` rows, of all engines or only of the named one.

@@ -17,12 +17,10 @@ import msgspec
 from transferd.config import Config
 from transferd.daemon.belonging import is_operator
 from transferd.daemon.clients import KnownClient
-from transferd.daemon.engine import HostedEngine
+from transferd.daemon.engine import HostedEngine, Shared
 from transferd.daemon.lookup import PIECE, check_keys, keys_bytes, needed, object_names
 from transferd.errors import RequestError, StorageError, TransferError
-from transferd.runtime.clock import Clock
 from transferd.runtime.loop_turns import OneATurn
-from transferd.storage.base import Storage
 from transferd.storage.levels.base import Bringing, Prefetcher
 from transferd.storage.selection import Selection
 from transferd.tasks import ErrorInfo, RankOutcome, ReadStorageTask, Stop, TaskResult
@@ -50,11 +48,9 @@ class Running:
 class EnginePrefetches:
     """See the module. Borrows the storage. Used on one loop."""
 
-    def __init__(self, config: Config, storage: Storage | None, clock: Clock, boot_id: str) -> None:
-        self._storage = storage
+    def __init__(self, config: Config, shared: Shared) -> None:
+        self._shared, self._storage = shared, shared.storage
         self._backend = config.storage.title
-        self._clock = clock
-        self._boot_id = boot_id
         self._running: dict[Key, Running] = {}
 
     def run(self, peer: bytes, engine: HostedEngine, asked: wire.Prefetch) -> Coroutine[Any, Any, TaskResult]:
@@ -145,7 +141,7 @@ class EnginePrefetches:
 
     async def _bring(self, engine: HostedEngine, one: Running) -> TaskResult:
         """Its result: that of a read that needs no prefix; block ids are positions in `keys`."""
-        began, asked, bringing = self._clock.monotonic(), one.asked, one.bringing
+        began, asked, bringing = self._shared.clock.monotonic(), one.asked, one.bringing
         generation = engine.dispatcher.generation
         blocks = await object_names(engine, asked.keys, generation)
         sizes = [part.stop - part.start for part in engine.objects.parts] * len(engine.workers)
@@ -161,7 +157,7 @@ class EnginePrefetches:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             error = bringing.error
         stop = one.stop.result() if one.stop.done() else None
-        seconds = self._clock.monotonic() - began
+        seconds = self._shared.clock.monotonic() - began
         info = None if error is None else ErrorInfo(error.reason, str(error))
         outcomes = []
         for worker, (moved, nbytes) in zip(engine.workers, await _moved(engine, blocks, bringing, there), strict=True):
@@ -170,7 +166,7 @@ class EnginePrefetches:
         ids = list(range(len(asked.keys)))
         read = ReadStorageTask(task_id=asked.task_id, keys=asked.keys, gpu_block_ids=ids, prefix=False)
         merged = read.merge(outcomes)
-        return msgspec.structs.replace(merged, duration=seconds, generation=generation, boot_id=self._boot_id)
+        return msgspec.structs.replace(merged, duration=seconds, generation=generation, boot_id=self._shared.boot_id)
 
     async def _stored(self, names: Sequence[str]) -> tuple[StorageError | None, set[str]]:
         """The objects of these that a storage without levels has."""

@@ -19,7 +19,7 @@ from transferd.config import DEFAULT_ENGINE
 from transferd.control.gate import MOST_HOLDS
 from transferd.daemon import lookup
 from transferd.daemon.belonging import check_operator
-from transferd.daemon.clients import Clients, KnownClient
+from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
 from transferd.daemon.engines import Engines
 from transferd.daemon.listing import Listing
@@ -42,13 +42,12 @@ class Requests:
 
     def __init__(
         self,
-        clients: Clients,
         engines: Engines,
         listing: Listing,
         stats: Callable[[], Any],
         explain: Callable[[str, str, str], dict[str, Any]],
     ) -> None:
-        self._clients, self._engines, self._listing = clients, engines, listing
+        self._engines, self._listing = engines, listing
         self._report, self._story = stats, explain
 
     def handlers(self) -> dict[type, Callable[[KnownClient, Any], Any]]:
@@ -83,7 +82,7 @@ class Requests:
         return lambda: self._when_settled(client, client.engine_name or DEFAULT_ENGINE, settled)
 
     async def _when_settled(self, client: KnownClient, engine: str, settled: wire.Settled) -> bool | list[str]:
-        await self._clients.gone(settled.session, but=client)
+        await self._engines.clients.gone(settled.session, but=client)
         if settled.task_ids:
             return await self._engines.some_settled(engine, [settled.task_id, *settled.task_ids])
         await self._engines.task_settled(engine, settled.task_id)
@@ -103,7 +102,12 @@ class Requests:
     def attach(self, client: KnownClient, attach: wire.Attach) -> dict[str, Any]:
         cache = _engine(client).cache
         handle = cache.handle(client.peer, attach.rank, attach.epoch)
-        return {"kind": handle.kind, "data": handle.data, "boot_id": self._clients.boot_id, "epoch": cache.epoch}
+        return {
+            "kind": handle.kind,
+            "data": handle.data,
+            "boot_id": self._engines.clients.boot_id,
+            "epoch": cache.epoch,
+        }
 
     def detach(self, client: KnownClient, detach: wire.Detach) -> None:
         _engine(client).cache.detach(client.peer, detach.rank)

@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from transferd.config import DEFAULT_ENGINE, ServerSection
-from transferd.daemon.clients import Clients, KnownClient
+from transferd.daemon.clients import KnownClient
 from transferd.daemon.engines import Engines
 from transferd.daemon.liveness import Liveness
 from transferd.daemon.requests import Begin, Requests, Work, held_bytes
@@ -24,9 +24,7 @@ from transferd.errors import InvariantError, OutOfMemory, RequestError, Transfer
 from transferd.observability.report import ServerReport
 from transferd.runtime.aio import Background
 from transferd.runtime.bucket import Bucket
-from transferd.runtime.clock import Clock
 from transferd.runtime.version import VERSION
-from transferd.storage.peer.transport import PeerTransport
 from transferd.tasks import NOT_STORED, ErrorInfo, Status, Task, TaskResult
 from transferd.wire import protocol as wire
 from transferd.wire.codes import CODES
@@ -55,20 +53,18 @@ class Server:
     hello_arrived: called for each Hello of a client.
     """
 
-    clients: Clients
     engines: Engines
     requests: Requests
     section: ServerSection
-    clock: Clock
-    peers: PeerTransport | None = None
     process: dict[str, Any] = field(default_factory=dict)
     hello_arrived: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        clients, section = self.clients, self.section
+        clients, section = self.engines.clients, self.section
+        self.clients, self._peers = clients, self.engines.shared.peers
         self._recorder, self._transport = clients.recorder, clients.transport
         self._looks = Bucket(section.observer_rate, burst=2 * section.observer_rate)
-        self._now = self.clock.monotonic
+        self._now = self.engines.shared.clock.monotonic
         self._liveness = Liveness(clients, section.client_timeout, self._now, self._forget)
         self._waiting = Background(awaited=False)
         self._waiting_of: Counter[int | None] = Counter()  # by user id
@@ -234,8 +230,8 @@ class Server:
             max_message=self.section.max_message,
             session=client.session,
             block_size=0 if engine is None else engine.block_size,
-            pd_mode="storage" if self.peers is None else "direct",
-            pd_address="" if self.peers is None else self.peers.address,
+            pd_mode="storage" if self._peers is None else "direct",
+            pd_address="" if self._peers is None else self._peers.address,
             missing=[] if own is None else own.cache.missing,
             why=self.engines.absent(client) if own is None else own.why_not_ready,
             epoch=0 if own is None else own.cache.epoch,
