@@ -190,9 +190,6 @@ class _Task(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """The ids that the result names."""
         raise NotImplementedError
 
-    def footprint(self) -> Footprint:
-        raise NotImplementedError
-
     def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:
         """The positions that count as moved, ascending, if not every rank moved every block."""
         raise NotImplementedError
@@ -442,17 +439,7 @@ def _prefix(moved: Sequence[int]) -> int:
     """Length of the prefix 0, 1, 2 … that `moved` starts with."""
     if isinstance(moved, range) and moved.start == 0 and moved.step == 1:
         return len(moved)
-    length = 0
-    for position in moved:
-        if position != length:
-            break
-        length += 1
-    return length
-
-
-def _common_prefix(outcomes: Sequence[RankOutcome]) -> range:
-    """The leading positions that every rank moved."""
-    return range(min([_prefix(o.moved) for o in outcomes], default=0))
+    return next((length for length, position in enumerate(moved) if position != length), len(moved))
 
 
 def _common(outcomes: Sequence[RankOutcome]) -> list[int]:
@@ -508,7 +495,9 @@ class ReadStorageTask(_StorageTask, frozen=True, kw_only=True, tag="read"):
 
     def in_common(self, outcomes: Sequence[RankOutcome]) -> Sequence[int]:
         """The longest prefix that every rank loaded; of a sparse read, every block that every rank loaded."""
-        return _common_prefix(outcomes) if self.prefix else _common(outcomes)
+        if self.prefix:
+            return range(min([_prefix(o.moved) for o in outcomes], default=0))
+        return _common(outcomes)
 
     def footprint(self) -> Footprint:
         return Footprint({STORAGE: self.keys}, self.filled)
