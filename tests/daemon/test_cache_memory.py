@@ -212,7 +212,7 @@ async def test_only_a_changed_generation_is_reported(start: Start, endpoint: str
     cache, said = daemon.default.cache, list[str]()
     feed: Any = SimpleNamespace(
         generation_changed=lambda now: said.append(f"generation {now}"),
-        memory_gone=lambda stored: said.append(f"memory gone, {stored}"),
+        memory_gone=lambda *, stored: said.append(f"memory gone, {stored}"),
     )
     cache.feed, cache.renamed = feed, lambda before: said.append(f"after {before}")
     cache.epoch_began = lambda: said.append("epoch")

@@ -375,7 +375,7 @@ def of_ranks(count: int, storage: Storage) -> Any:
         objects=SimpleNamespace(ids=namer.ids, names=namer.names, parts=WHOLE),
         blocks=storage,
         tokens=None,
-        kv_events=None,
+        kv_events=SimpleNamespace(has_followers=False),
         cache=SimpleNamespace(missing=[]),
         shared=SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing),
     )

@@ -72,7 +72,7 @@ class World:
         self.levels = {"memory": Levels(), "file": Levels()}
         parts = {"levels": SimpleNamespace(where=self._where), "index": SimpleNamespace(find=self._find)}
         whole: Any = SimpleNamespace(**parts, exists=self._exists) if storage else None
-        feed: Any = SimpleNamespace(up_to_date=lambda: index, not_found=lambda _: None)
+        feed: Any = SimpleNamespace(has_followers=True, up_to_date=lambda: index, not_found=lambda _: None)
         nothing = SimpleNamespace(looked_up=lambda *_: None)
         self.engine: Any = SimpleNamespace(
             name="e",

@@ -152,7 +152,8 @@ class OneEngine:
         self.objects = SimpleNamespace(ids=list, names=lambda _generation, keys, _rank: keys)
         self.workers = [SimpleNamespace(context=SimpleNamespace(object_rank=0))]
         self.blocks = SimpleNamespace(index=SimpleNamespace(find=lambda _names, _use: None), exists=core.exists)
-        self.owner = self.tokens = self.kv_events = None
+        self.owner = self.tokens = None
+        self.kv_events = SimpleNamespace(has_followers=False, up_to_date=lambda: None)
         nothing = SimpleNamespace(looked_up=lambda *_: None)
         lent: dict[str, Any] = {"storage": None, "peers": None, "boot_id": core.boot_id, "clock": clock}
         self.shared = SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing, **lent)

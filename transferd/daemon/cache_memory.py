@@ -107,7 +107,7 @@ class CacheMemory:
     tokens: token-indexed storage, if any, which must become ready once every rank has memory.
     next_generation: returns the generation to restore if the request names none.
     epochs: always rising; shared by all engines.
-    feed: announces where blocks are, if anybody follows.
+    feed: announces where blocks are.
     epoch_began: called when the cache was cleared.
     renamed: called with the generation that is no longer served (holdings.py).
     """
@@ -117,7 +117,7 @@ class CacheMemory:
     tokens: TokenStorage | None
     next_generation: Callable[[], str]
     epochs: Iterator[int]
-    feed: KvEventFeed | None
+    feed: KvEventFeed
     epoch_began: Callable[[], None]
     renamed: Callable[[str], None] = lambda _: None
 
@@ -400,7 +400,7 @@ class CacheMemory:
 
     async def _withdraw(self, ranks: Sequence[_RankMemory]) -> None:
         """Unmap the memory that engines have offered for these ranks. No task may touch a block of them."""
-        self._memory_gone(stored=False)
+        self.feed.memory_gone(stored=False)
         users = {offer.peer[0] for rank in self._ranks if (offer := rank.offer) is not None}
         for rank in ranks:
             rank.offer, rank.present = None, False
@@ -432,7 +432,7 @@ class CacheMemory:
                     self.cleared = CLEARED
                     self.core.withdraw(CLEARED, end=False)
                     self.close_generations([self.core.generation], current=True)
-                    self._memory_gone(stored=True)
+                    self.feed.memory_gone(stored=True)
                 await every(rank.worker.free(keep_host=keep_host) for rank in self._ranks)
                 return self.epoch
             if lost is None:
@@ -444,7 +444,7 @@ class CacheMemory:
             await self.core.empty()
             if lost is None:
                 self.close_generations([self.core.generation], current=True)
-            self._memory_gone(stored=lost is None)
+            self.feed.memory_gone(stored=lost is None)
             self.epoch = next(self.epochs)
             for rank in self._ranks:
                 rank.offer, rank.present = None, False
@@ -512,8 +512,7 @@ class CacheMemory:
         before = self.core.generation
         self.core.set_generation(generation)
         if generation != before:
-            if self.feed is not None:
-                self.feed.generation_changed(generation)
+            self.feed.generation_changed(generation)
             self.renamed(before)
 
     def close_generations(self, generations: Sequence[str], *, current: bool = False) -> None:
@@ -543,11 +542,6 @@ class CacheMemory:
                 raise RequestError(what, code="still_mapped")
 
     # --- inside -------------------------------------------------------------------------------------
-
-    def _memory_gone(self, *, stored: bool) -> None:
-        """Device and host memory no longer hold any block and, if `stored`, storage holds none that can be found."""
-        if self.feed is not None:
-            self.feed.memory_gone(stored)
 
     def _rank(self, number: int) -> _RankMemory:
         if not 0 <= number < len(self._ranks):

@@ -153,7 +153,7 @@ class Daemon:
         return engine
 
     def _feeds(self) -> list[KvEventFeed]:
-        return [engine.kv_events for engine in self.engines if engine.kv_events is not None]
+        return [engine.kv_events for engine in self.engines if engine.kv_events.has_followers]
 
     @property
     def host_bytes(self) -> int:
@@ -181,8 +181,8 @@ class Daemon:
                 replay_endpoint=self.events.replay_endpoint,
                 token_ids=self.config.events.token_ids,
             )
-        for feed in self._feeds():
-            feed.start()
+        for engine in self.engines:
+            engine.kv_events.start()
         for part in (self.storage, self.peers):
             if part is not None:
                 await part.open()
@@ -224,7 +224,7 @@ class Daemon:
             leaving = _leave(self.storage, flush_s, min(leaving_s, budget_s() * LEAVING_SHARE))
             await step("copies to other nodes", leaving)
         # 4. Close what faces outward: events and reports, then the server, once its results were sent.
-        await every(engine.kv_events.close() for engine in engines if engine.kv_events is not None)
+        await every(engine.kv_events.close() for engine in engines)
         if self._pool_watch is not None:
             self._pool_watch.cancel()
         if self.events is not None:

@@ -29,7 +29,7 @@ from transferd.daemon.belonging import digest
 from transferd.daemon.cache_memory import CacheMemory
 from transferd.daemon.coordinator import Coordinator
 from transferd.daemon.kv_events.departures import Departures
-from transferd.daemon.kv_events.feed import KvEventFeed, has_followers
+from transferd.daemon.kv_events.feed import KvEventFeed
 from transferd.daemon.kv_events.sockets import EventSockets
 from transferd.daemon.preflight import EnginePlan
 from transferd.daemon.shutdown import Shutdown
@@ -140,9 +140,7 @@ class HostedEngine:
         self.dispatcher = self._build_dispatcher(plan.generation)
         self.barrier = RankBarrier(config.geometry.ranks)
         self.workers = [self._build_rank(rank) for rank in range(config.geometry.ranks)]
-        self.kv_events: KvEventFeed | None = None
-        if has_followers(plan, shared.events):
-            self.kv_events = KvEventFeed(plan, self.blocks, shared.events, shared.departures, name)
+        self.kv_events = KvEventFeed(plan, self.blocks, shared.events, shared.departures, name)
         self.coordinator = Coordinator(
             self.dispatcher,
             self.barrier,
@@ -257,8 +255,7 @@ class HostedEngine:
             worker.watch(self.coordinator.rank_died)
         await every(worker.open() for worker in self.workers)
         await self.cache.open()
-        if self.kv_events is not None:
-            self.kv_events.storage_opened()
+        self.kv_events.storage_opened()
 
     @functools.cached_property
     def identity(self) -> wire.Identity:
@@ -310,7 +307,7 @@ class HostedEngine:
         tasks = self.shared.tasks
         self.shared.traffic.ended(self, task, result, asks=self.name in tasks.asking)
         tasks.ended(self.name, task, result, ran)
-        if self.kv_events is not None:
+        if self.kv_events.has_followers:
             self.kv_events.task_ended(task, result)
 
     def ranks(self) -> list[RankReport]:
@@ -328,8 +325,7 @@ class HostedEngine:
         self.coordinator.withdraw(why, end=True)
         await self.coordinator.empty()
         self.coordinator.close()
-        if self.kv_events is not None:
-            await self.kv_events.close()
+        await self.kv_events.close()
         await self.cache.close()
         await every(worker.settled() for worker in self.workers)
         await every(worker.close() for worker in self.workers)

@@ -377,8 +377,7 @@ class Engines:
         self.holdings.came(engine)
         self.total.engines.append(engine.dispatcher.lanes)
         try:
-            if engine.kv_events is not None:
-                engine.kv_events.start()
+            engine.kv_events.start()
             await engine.open()
         except Exception as error:
             code = error.reason if isinstance(error, TransferError) else InvariantError.code

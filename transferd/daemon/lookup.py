@@ -59,7 +59,7 @@ async def _exists(engine: HostedEngine, keys: Sequence[str], *, use: bool) -> li
         if len(by_rank) < len(names):  # storage must ask
             by_rank = await every(map(storage.exists, names))
         found += [all(there) for there in zip(*by_rank, strict=True)]
-    if engine.kv_events is not None and not all(found):
+    if engine.kv_events.has_followers and not all(found):
         engine.kv_events.not_found([key for key, there in zip(keys, found, strict=True) if not there])
     return found
 
@@ -135,7 +135,7 @@ async def match_tokens(engine: HostedEngine, path: TokenIds, start: int, salt: s
 
 def locate(engine: HostedEngine, path: TokenIds, salt: str = "") -> dict[str, dict[str, int]]:
     """How many leading blocks of a path each node has in each medium. Raises RequestError."""
-    index = None if engine.kv_events is None else engine.kv_events.up_to_date()
+    index = engine.kv_events.up_to_date()
     if index is None:
         raise RequestError("this daemon keeps no open token index", code="no_token_index")
     block_size = engine.dispatcher.limits.token_block

@@ -307,7 +307,7 @@ def _section(kind: type[S], found: Mapping[str, Any]) -> S:
 
 
 def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:
-    feeds = [engine.kv_events for engine in engines if engine.kv_events is not None]
+    feeds = [engine.kv_events for engine in engines if engine.kv_events.has_followers]
     if not feeds and sockets is None:
         return rows.EventsReport()
     announced = sum((Counter(feed.residency.statistics()) for feed in feeds), Counter(dict.fromkeys(MEDIA, 0)))

@@ -38,6 +38,8 @@ class KvEventFeed:
     the end learns of it from the engine's successor.
 
     An open token index of this daemon receives all events under the node's name, and those of other nodes.
+
+    has_followers: whether events reach routers on sockets, or our own token index. Else no task need be reported.
     """
 
     def __init__(
@@ -67,10 +69,12 @@ class KvEventFeed:
         self._generation = plan.generation  # the one served at the start
         self._departures = departures
         self._departed = of_blocks(self._object_left, objects.parts)
-        reports = departures.listen(self._departed)
+        self.has_followers = sockets is not None or self._index is not None
+        reports = self.has_followers and departures.listen(self._departed)
         self._moved = of_blocks(self._object_moved, objects.parts)
         self._reports = reports
-        levels = departures.listen_to_levels(self._moved) if config.events.levels or not reports else ()
+        asks = self.has_followers and (config.events.levels or not reports)
+        levels = departures.listen_to_levels(self._moved) if asks else ()
         self.residency = Residency(
             objects,
             block_size=config.geometry.block_size,
@@ -132,7 +136,7 @@ class KvEventFeed:
 
     def not_found(self, keys: Sequence[str]) -> None:
         """Report keys that a look-up has not found."""
-        if not self._reports:
+        if self.has_followers and not self._reports:
             for digest in self._objects.ids(keys):
                 self.residency.object_left(digest)
 
@@ -141,7 +145,7 @@ class KvEventFeed:
         self._generation = generation
         self._clear()
 
-    def memory_gone(self, stored: bool) -> None:
+    def memory_gone(self, *, stored: bool) -> None:
         """Retract all blocks in device and host memory; with `stored`, also stored ones, which are unreachable now."""
         if stored:
             self._clear()
@@ -234,8 +238,3 @@ class KvEventFeed:
 
     def _names(self, block: str) -> list[str]:
         return [self._objects.names(self._generation, [block], rank)[0] for rank in self._ranks]
-
-
-def has_followers(plan: EnginePlan, sockets: EventSockets | None) -> bool:
-    """Whether an engine's events reach anybody: routers on sockets, or our own token index."""
-    return sockets is not None or isinstance(plan.tokens, OpenTokenStorage)
