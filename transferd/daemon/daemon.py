@@ -89,10 +89,7 @@ class Daemon:
             self.storage = joined(self.storage, self.threads, inline_check_bytes)
             self.storage.index.expect(_plausible if plan.engine is None else plan.engine.objects.possible)
         self.peers = _build_peers(config)
-        self.events: EventSockets | None = None
-        if config.events.endpoint:
-            mode, most = int(config.server.socket_mode, 8), config.server.max_connections
-            self.events = EventSockets(config.events, socket_mode=mode, max_connections=most, clock=clock)
+        self.events = EventSockets(config.events, config.server, clock)
         self.transport = transport if transport is not None else ZmqServerTransport(config.server)
         self.clients = Clients(self.transport, self.boot_id, self.recorder)
         self.traces: Traces | None = None
@@ -173,7 +170,7 @@ class Daemon:
         await self.reports.start()
         if self.traces is not None:
             self.traces.start()
-        if self.events is not None:
+        if self.config.events.endpoint:
             self.events.start()
             log.info(
                 "publishing KV events",
@@ -227,8 +224,7 @@ class Daemon:
         await every(engine.kv_events.close() for engine in engines)
         if self._pool_watch is not None:
             self._pool_watch.cancel()
-        if self.events is not None:
-            self.events.close()
+        self.events.close()
         self._health.close()
         await step("reports", self.reports.close())
         if self.traces is not None:
@@ -289,7 +285,7 @@ class Daemon:
         """Connections and requests refused since the start, by reason."""
         counts = Counter(self.transport.refused())
         counts.update(self.reports.refused())
-        counts.update({} if self.events is None else self.events.refused())
+        counts.update(self.events.refused())
         return dict(counts)
 
     @property

@@ -84,7 +84,7 @@ class Shared:
     storage: Storage | None  # None without a keyed backend
     peers: PeerTransport | None  # set in pd.mode "direct"
     clients: Speakers
-    events: EventSockets | None  # the sockets of KV events
+    events: EventSockets  # the sockets of KV events
     departures: Departures
     tasks: TaskLog  # gets every answered task
     traffic: KeyTraffic  # gets every look-up and answered task

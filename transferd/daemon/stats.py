@@ -306,15 +306,15 @@ def _section(kind: type[S], found: Mapping[str, Any]) -> S:
     return kind(**known)
 
 
-def _events(sockets: EventSockets | None, engines: Sequence[HostedEngine]) -> rows.EventsReport:
+def _events(sockets: EventSockets, engines: Sequence[HostedEngine]) -> rows.EventsReport:
     feeds = [engine.kv_events for engine in engines if engine.kv_events.has_followers]
-    if not feeds and sockets is None:
+    if not feeds and not sockets.endpoint:
         return rows.EventsReport()
     announced = sum((Counter(feed.residency.statistics()) for feed in feeds), Counter(dict.fromkeys(MEDIA, 0)))
     return rows.EventsReport(
         announced={medium: announced[medium] for medium in MEDIA},
         peers={name: peer for feed in feeds for name, peer in feed.followed().items()},
-        **({} if sockets is None else sockets.statistics()),
+        **(sockets.statistics() if sockets.endpoint else {}),
     )
 
 

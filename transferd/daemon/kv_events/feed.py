@@ -43,12 +43,12 @@ class KvEventFeed:
     """
 
     def __init__(
-        self, plan: EnginePlan, storage: Storage | None, sockets: EventSockets | None, departures: Departures, name: str
+        self, plan: EnginePlan, storage: Storage | None, sockets: EventSockets, departures: Departures, name: str
     ) -> None:
         """Build the feed, which listens to `departures` from now on. Raises ConfigError.
 
         storage: the storage of blocks, as the ranks use it.
-        sockets: the daemon's, shared by the feeds of all engines; None if `events.endpoint` is empty.
+        sockets: the daemon's, shared by the feeds of all engines; not started if `events.endpoint` is empty.
         name: the engine's.
         """
         config, objects = plan.config, plan.objects
@@ -69,7 +69,7 @@ class KvEventFeed:
         self._generation = plan.generation  # the one served at the start
         self._departures = departures
         self._departed = of_blocks(self._object_left, objects.parts)
-        self.has_followers = sockets is not None or self._index is not None
+        self.has_followers = bool(sockets.endpoint) or self._index is not None
         reports = self.has_followers and departures.listen(self._departed)
         self._moved = of_blocks(self._object_moved, objects.parts)
         self._reports = reports
@@ -100,8 +100,7 @@ class KvEventFeed:
         """Announce that everything is cleared, and begin. The sockets must be bound."""
         self._running = True
         self.residency.clear()
-        if self.sockets is not None:
-            self.sockets.include(self._announced)
+        self.sockets.include(self._announced)
         if self._peers is not None:
             self._peers.start()
 
@@ -123,8 +122,7 @@ class KvEventFeed:
                 await self._remembered.close()
             self.residency.clear()
             self._send()
-        if self.sockets is not None:
-            self.sockets.exclude(self._announced)
+        self.sockets.exclude(self._announced)
         if self._peers is not None:
             self._peers.close()
         self._departures.forget(self._departed)
@@ -193,8 +191,7 @@ class KvEventFeed:
         if self._index is not None:
             for event in events:
                 self._index.apply(self._node, event)
-        if self.sockets is not None:
-            self.sockets.publish(events, self._dp_rank)
+        self.sockets.publish(events, self._dp_rank)
 
     def _announced(self) -> list[Announced]:
         self.up_to_date()

@@ -33,12 +33,12 @@ import asyncio
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import structlog
 
-from transferd.config.sections import EventsSection
+from transferd.config.sections import EventsSection, ServerSection
 from transferd.daemon.kv_events.snapshot import Announcements, Snapshot
 from transferd.runtime.aio import Background, Timer, resolve
 from transferd.runtime.clock import SYSTEM_CLOCK, Clock
@@ -78,12 +78,11 @@ class _Replay(NamedTuple):
 class EventSockets:
     """Both sockets, on the running loop, from `start` to `close`. Owns them.
 
-    max_connections: the limit of each socket.
+    server: has the mode of their files, and how many connections each may have.
     """
 
     config: EventsSection
-    socket_mode: int = 0o660
-    max_connections: int = 4096
+    server: ServerSection = field(default_factory=ServerSection)
     clock: Clock = SYSTEM_CLOCK
 
     def __post_init__(self) -> None:
@@ -112,16 +111,16 @@ class EventSockets:
 
     def start(self) -> None:
         """Bind both sockets, or none. Raises ConfigError naming `events.endpoint` or `events.replay_endpoint`."""
-        config = self.config
+        config, mode, most = self.config, int(self.server.socket_mode, 8), self.server.max_connections
         try:
             door = Door(b"PUB", SUBSCRIBERS, MAX_SUBSCRIPTION, self._subscribe, unread=LIVE_UNREAD)
-            self._pub = Acceptor(self.max_connections, MAX_SUBSCRIPTION, self._unsubscribed)
-            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, self.socket_mode)
+            self._pub = Acceptor(most, MAX_SUBSCRIPTION, self._unsubscribed)
+            self.endpoint = self._pub.listen(config.endpoint, "events.endpoint", door, mode)
             if config.replay_endpoint:
                 door = Door(b"ROUTER", ROUTED, MAX_REQUEST_BYTES, self._requested)
-                self._router = Acceptor(self.max_connections, MAX_REQUEST_BYTES, self._left, self._caught_up)
+                self._router = Acceptor(most, MAX_REQUEST_BYTES, self._left, self._caught_up)
                 key = "events.replay_endpoint"
-                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, self.socket_mode)
+                self.replay_endpoint = self._router.listen(config.replay_endpoint, key, door, mode)
         except BaseException:
             self.close()
             raise
