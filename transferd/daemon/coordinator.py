@@ -146,6 +146,7 @@ class Coordinator:
         return self.empty()
 
     def client_gone(self, client: bytes) -> None:
+        """Cancel the tasks that only this client waited for, and end its holds."""
         self.hear(self.dispatcher.client_gone, client)
 
     # --- what the cache asks ------------------------------------------------------------------------

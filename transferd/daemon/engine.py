@@ -283,11 +283,6 @@ class HostedEngine:
             },
         }
 
-    def client_gone(self, client: bytes) -> None:
-        """After a client left or was lost: cancel the tasks that only it waits for, drop its mappings and offers."""
-        self.coordinator.client_gone(client)
-        self.cache.client_gone(client)
-
     @property
     def why_not_ready(self) -> str:
         """Why this engine's tasks are refused now; "" if they are not."""

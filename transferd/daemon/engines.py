@@ -104,6 +104,7 @@ class Building:
 class Engines:
     """Registers, finds and dismisses engines. Changed on the loop only. Owns every engine until it has left.
 
+    config: the daemon's.
     own: the engine of [cache]; None without it.
     shared: what the daemon lends to its engines.
     clients: the daemon's; borrowed.
@@ -119,7 +120,7 @@ class Engines:
 
     def __init__(self, config: Config, shared: Shared, clients: Clients, plan: Plan) -> None:
         """Build the engine of [cache], if there is one. Raises ConfigError, TierError."""
-        self._config = config
+        self.config = config
         self.shared = shared
         self.clients = clients
         self.holdings = Holdings(config, shared.storage)
@@ -230,7 +231,8 @@ class Engines:
         if engine is None:
             return
         engine.heard.set()
-        engine.client_gone(client.peer)
+        engine.coordinator.client_gone(client.peer)
+        engine.cache.client_gone(client.peer)
         self.prefetches.left(client.peer)
         held, client.holds = client.holds, False
         if held and engine.registration is not None and not self._held(engine):
@@ -278,7 +280,7 @@ class Engines:
         engine.origin = Origin.SET
         self.clients.say_hello(engine, "the generation was changed", but=client)
         now = self.shared.clock.monotonic
-        give_up = now() + 2 * self._config.server.client_timeout
+        give_up = now() + 2 * self.config.server.client_timeout
         while self._behind(client, engine) and engine.coordinator.generation == generation and now() < give_up:
             engine.heard.clear()
             with contextlib.suppress(TimeoutError):
@@ -392,7 +394,7 @@ class Engines:
             raise TransferError("the daemon is shutting down", code="shutdown")
         if what := names.ENGINE.wrong(name):
             raise RequestError(f"{what}, unlike {name[:80]!r}", code="bad_value")
-        most = self._config.engines.max_engines
+        most = self.config.engines.max_engines
         owners = [engine.registration.uid for engine in self.all if engine.registration is not None]
         owners += [one.registrant.uid for other, one in self._building.items() if other not in self._by_name]
         if len(owners) >= (most if uid in owners else most + math.ceil(most * MORE_PLACES)):
@@ -401,7 +403,7 @@ class Engines:
 
     def _configured(self, asked: wire.Register, uid: int | None) -> Config:
         """The daemon's configuration, with this user's engine's cache, model and generation. Raises RequestError."""
-        config = self._config
+        config = self.config
         devices = config.engines.devices
         given = {"device": devices[0], "ownership": "attach"} | asked.layout
         named = {"ranks": asked.ranks, "host_blocks": asked.host_blocks, "first_rank": asked.first_rank}

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from transferd.config import Config
 from transferd.config.ownership import Creator
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engine import HostedEngine
@@ -24,7 +23,6 @@ from transferd.observability.task_log import Windows
 from transferd.observability.traces import Traces
 from transferd.runtime.loop_turns import loop_turns
 from transferd.runtime.version import VERSION
-from transferd.storage.tokens import TokenStorage
 from transferd.wire.credentials import hidden_uid, users_problem
 from transferd.wire.kv_events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE
 
@@ -38,12 +36,10 @@ MOST_LAYOUT = 1024  # characters of a layout; pages may name thousands of sizes
 class Parts(Protocol):
     """The sources of a report: the part of the daemon (daemon.py) that this module needs."""
 
-    config: Config
     started_at: float
     engines: Engines
     server: Server
     windows: Windows
-    tokens: TokenStorage | None
     traces: Traces | None
 
     def refused(self) -> dict[str, int]:
@@ -276,7 +272,8 @@ def _memory(parts: Parts, engines: Sequence[HostedEngine], host: rows.HostReport
 
 
 def _storage(parts: Parts) -> rows.StorageReport:
-    storage = parts.tokens or parts.engines.shared.storage
+    own = parts.engines.own
+    storage = parts.engines.shared.storage if own is None else own.tokens or own.shared.storage
     found = {} if storage is None else dict(storage.statistics())
     workers, departed = [worker for engine in parts.engines.all for worker in engine.workers], parts.engines.departed
     if "corrupt" not in found:  # a backend that counts its own quarantine already includes these
@@ -287,7 +284,7 @@ def _storage(parts: Parts) -> rows.StorageReport:
     if "pinned" in found:
         found["holdings"] = parts.engines.holdings.report()
     levels = [_section(rows.LevelReport, level) for level in found.pop("levels", ())]
-    report = _section(rows.StorageReport, {"backend": parts.config.storage.title, **found, "levels": levels})
+    report = _section(rows.StorageReport, {"backend": parts.engines.config.storage.title, **found, "levels": levels})
     report.other = {key: value for key, value in found.items() if key not in rows.StorageReport.__struct_fields__}
     rows.as_levels(report)
     alone = len(report.levels) == 1
