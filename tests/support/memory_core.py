@@ -137,16 +137,17 @@ def serve(transport: ServerTransport, core: MemoryCore, *, clock: Clock = SYSTEM
     clients = Clients(transport, core.boot_id, Recorder(capacity=1))
     core.deliver = clients.deliver
     listing: Any = core
-    engines: Any = OneEngine(core, clients, clock)  # plays HostedEngine and Engines at once
+    config = Config(server=ServerSection(**section))
+    engines: Any = OneEngine(core, clients, clock, config)  # plays HostedEngine and Engines at once
     requests = Requests(engines, listing, lambda: core.stats(), core.explain)
-    return Server(engines, requests, ServerSection(**section))
+    return Server(engines, requests)
 
 
 class OneEngine:
     """The engines of a daemon that has a MemoryCore as its only one. Every client speaks for it."""
 
-    def __init__(self, core: MemoryCore, clients: Clients, clock: Clock) -> None:
-        self.clients = clients
+    def __init__(self, core: MemoryCore, clients: Clients, clock: Clock, config: Config) -> None:
+        self.clients, self.config = clients, config
         self.coordinator = self.dispatcher = core
         self.name = "default"
         self.objects = SimpleNamespace(ids=list, names=lambda _generation, keys, _rank: keys)
@@ -166,7 +167,7 @@ class OneEngine:
         self.leaving = False
         self.recorder = Recorder(capacity=1)
         self.acts = Acts(Clock().monotonic)
-        self.prefetches = EnginePrefetches(Config(), self.shared)  # type: ignore[arg-type]
+        self.prefetches = EnginePrefetches(config, self.shared)  # type: ignore[arg-type]
 
     @property
     def why_not_ready(self) -> str:

@@ -137,7 +137,6 @@ class Daemon:
         return Server(
             self.engines,
             Requests(self.engines, self.listing, report, self.explain),
-            self.config.server,
             process=as_data(this_process()) if isinstance(self.transport, ZmqServerTransport) else {},
             hello_arrived=self._health.hello_arrived,
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from transferd.config import DEFAULT_ENGINE, ServerSection
+from transferd.config import DEFAULT_ENGINE
 from transferd.daemon.clients import KnownClient
 from transferd.daemon.engines import Engines
 from transferd.daemon.liveness import Liveness
@@ -55,13 +55,12 @@ class Server:
 
     engines: Engines
     requests: Requests
-    section: ServerSection
     process: dict[str, Any] = field(default_factory=dict)
     hello_arrived: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        clients, section = self.engines.clients, self.section
-        self.clients, self._peers = clients, self.engines.shared.peers
+        clients, section = self.engines.clients, self.engines.config.server
+        self.clients, self._peers, self._section = clients, self.engines.shared.peers, section
         self._recorder, self._transport = clients.recorder, clients.transport
         self._looks = Bucket(section.observer_rate, burst=2 * section.observer_rate)
         self._now = self.engines.shared.clock.monotonic
@@ -107,7 +106,7 @@ class Server:
     def _received(self, peer: bytes, payload: bytes | memoryview) -> None:
         self._messages += 1
         try:
-            request = wire.decode_request(payload, self.section.max_message)
+            request = wire.decode_request(payload, self._section.max_message)
         except wire.Malformed as error:
             self._refuse(peer, error)
             return
@@ -227,7 +226,7 @@ class Server:
             ready=own is not None and own.coordinator.ready,
             version=VERSION,
             generation="" if engine is None else engine.coordinator.generation,
-            max_message=self.section.max_message,
+            max_message=self._section.max_message,
             session=client.session,
             block_size=0 if engine is None else engine.block_size,
             pd_mode="storage" if self._peers is None else "direct",
