@@ -38,8 +38,8 @@ def test_storage_reports_are_requested_once_by_the_first_listener() -> None:
     assert storage.listeners == []
     one: list[str] = []
     other: list[str] = []
-    assert made.listen(one.append)
-    assert made.listen(other.append)
+    assert made.listen("one", one.append)
+    assert made.listen("other", other.append)
     (left,) = storage.listeners
     left("object")
     assert (one, other) == (["object"], ["object"])
@@ -49,15 +49,14 @@ def test_a_removed_listener_gets_no_more_calls() -> None:
     storage = Reporting()
     made = departures(storage)
     heard: list[str] = []
-    listener = heard.append
-    made.listen(listener)
+    made.listen("one", heard.append)
     storage.listeners[0]("first")
-    made.forget(listener)
-    made.forget(listener)
+    made.forget("one")
+    made.forget("one")
     storage.listeners[0]("second")
     assert heard == ["first"]
 
 
 @pytest.mark.parametrize("storage", [None, Reporting(reports=False)])
 def test_listen_returns_false_without_reports(storage: object) -> None:
-    assert not departures(storage).listen(lambda _: None)
+    assert not departures(storage).listen("one", lambda _: None)

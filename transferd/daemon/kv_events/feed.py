@@ -68,13 +68,12 @@ class KvEventFeed:
         self._ranks = range(first, first + config.geometry.ranks)
         self._generation = plan.generation  # the one served at the start
         self._departures = departures
-        self._departed = of_blocks(self._object_left, objects.parts)
         self.has_followers = bool(sockets.endpoint) or self._index is not None
-        reports = self.has_followers and departures.listen(self._departed)
-        self._moved = of_blocks(self._object_moved, objects.parts)
+        reports = self.has_followers and departures.listen(self, of_blocks(self._object_left, objects.parts))
+        moved = of_blocks(self._object_moved, objects.parts)
         self._reports = reports
         asks = self.has_followers and (config.events.levels or not reports)
-        levels = departures.listen_to_levels(self._moved) if asks else ()
+        levels = departures.listen_to_levels(self, moved) if asks else ()
         self.residency = Residency(
             objects,
             block_size=config.geometry.block_size,
@@ -125,8 +124,7 @@ class KvEventFeed:
         self.sockets.exclude(self._announced)
         if self._peers is not None:
             self._peers.close()
-        self._departures.forget(self._departed)
-        self._departures.forget(self._moved)
+        self._departures.forget(self)
 
     def task_ended(self, task: Task, result: TaskResult) -> None:
         """Report an admitted task that was answered."""
