@@ -376,6 +376,7 @@ def of_ranks(count: int, storage: Storage) -> Any:
         blocks=storage,
         tokens=None,
         kv_events=SimpleNamespace(has_followers=False),
+        coordinator=None,
         cache=SimpleNamespace(missing=[]),
         shared=SimpleNamespace(pieces=OneATurn(), tasks=nothing, traffic=nothing),
     )

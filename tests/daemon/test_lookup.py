@@ -78,6 +78,7 @@ class World:
             name="e",
             workers=self.ranks,
             dispatcher=self.dispatcher,
+            coordinator=None,
             cache=self.cache,
             objects=FORMAT,
             blocks=whole,

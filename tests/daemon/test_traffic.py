@@ -141,15 +141,11 @@ NBYTES = FORMAT.slot_bytes
 
 
 def an_engine(name: str = "e") -> Any:
-    ranks = [SimpleNamespace(context=SimpleNamespace(object_rank=rank)) for rank in range(2)]
-    return SimpleNamespace(
-        name=name,
-        objects=FORMAT,
-        workers=ranks,
-        block_size=4,
-        dispatcher=SimpleNamespace(generation="g"),
-        recorder=Recorder(),
-    )
+    """Its coordinator."""
+    contexts = [SimpleNamespace(object_rank=rank, format=FORMAT, block_size=4) for rank in range(2)]
+    ranks = [SimpleNamespace(context=context) for context in contexts]
+    served = SimpleNamespace(generation="g")
+    return SimpleNamespace(engine=name, workers=ranks, dispatcher=served, recorder=Recorder())
 
 
 def names(key: str) -> list[str]:
@@ -263,6 +259,6 @@ async def test_a_miss_looks_in_few_other_places_however_many_engines_and_generat
 
     monkeypatch.setattr(KeyTraffic, "_names", names)
     traffic.looked_up(engine, ["absent"], 0)
-    assert traffic.missed_for(engine.name) == {"never_stored": 1}
+    assert traffic.missed_for(engine.engine) == {"never_stored": 1}
     assert len(asked) == 1 + module.MOST_OTHERS
     assert len({generation for _, generation, *_ in asked}) == len(asked)

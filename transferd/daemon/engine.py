@@ -300,7 +300,7 @@ class HostedEngine:
 
     def _ended(self, task: Task, result: TaskResult, ran: Ran | None) -> None:
         tasks = self.shared.tasks
-        self.shared.traffic.ended(self, task, result, asks=self.name in tasks.asking)
+        self.shared.traffic.ended(self.coordinator, task, result, asks=self.name in tasks.asking)
         tasks.ended(self.name, task, result, ran)
         if self.kv_events.has_followers:
             self.kv_events.task_ended(task, result)

@@ -149,7 +149,7 @@ def _looked_up(engine: HostedEngine, blocks: int, found: int, keys: Sequence[str
     """Note a look-up. keys: none of token-indexed storage. missing: the position of the first that is not there."""
     engine.shared.tasks.looked_up(engine.name, blocks, found)
     if keys:
-        engine.shared.traffic.looked_up(engine, keys, missing)
+        engine.shared.traffic.looked_up(engine.coordinator, keys, missing)
 
 
 def needed(storage: Storage | None) -> Storage:

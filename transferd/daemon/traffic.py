@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from transferd.blocks.formats import ObjectFormat
-from transferd.control.dispatcher import Dispatcher
+from transferd.daemon.coordinator import Coordinator
 from transferd.observability.key_trace import KeyTrace
-from transferd.observability.recorder import Recorder
 from transferd.observability.report import MISSED_FOR, LevelReport, WhatIfReport
 from transferd.observability.what_if import WhatIf
 from transferd.runtime.clock import Clock
@@ -19,7 +18,6 @@ from transferd.storage.admission import SecondUse
 from transferd.storage.base import Storage
 from transferd.storage.queues import STORED, EngineOwner, Noted
 from transferd.tasks import Lane, Task, TaskResult
-from transferd.workers.rank import RankWorker
 
 MINUTES = 60  # of misses that are remembered
 GENERATIONS = 8  # earlier ones of an engine, in which its blocks are looked for
@@ -78,24 +76,13 @@ class KeyHistory:
         return {place: one for place, one in found.items() if one is not None}
 
 
-class LooksUp(Protocol):
-    """The part of an engine (engine.py) that this module needs."""
-
-    name: str
-    objects: ObjectFormat
-    workers: list[RankWorker]
-    dispatcher: Dispatcher
-    recorder: Recorder
-    block_size: int
-
-
 class _Asked:
     """An engine that has looked something up, or stored it, the last one of its name.
 
     minutes: how many of its look-ups missed in each minute, by reason. generations: those in which it has looked.
     """
 
-    engine: LooksUp
+    core: Coordinator
 
     def __init__(self) -> None:
         self.minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES)
@@ -103,11 +90,13 @@ class _Asked:
 
     def served(self) -> list[str]:
         """The generations that the engine has served, the present one first."""
-        return list(dict.fromkeys([self.engine.dispatcher.generation, *self.generations]))
+        return list(dict.fromkeys([self.core.dispatcher.generation, *self.generations]))
 
 
 class KeyTraffic:
-    """One for the daemon. storage: that of blocks by keys, if any. trace: of look-ups, for those who record.
+    """One for the daemon. An engine is its coordinator here, `core`.
+
+    storage: that of blocks by keys, if any. trace: of look-ups, for those who record.
 
     admission: chooses which blocks engines store; None stores all.
     """
@@ -124,58 +113,58 @@ class KeyTraffic:
 
     # --- what engines do ----------------------------------------------------------------------------
 
-    def looked_up(self, engine: LooksUp, keys: Sequence[str], missing: int | None) -> str:
+    def looked_up(self, core: Coordinator, keys: Sequence[str], missing: int | None) -> str:
         """Note a look-up of a chain of blocks. missing: the position of the first one that is not there.
 
         Returns why that one is missing: one of MISSED_FOR, or "" if none is.
         """
-        self._following.run(self._what_if.looked_up(engine.name, keys, self._came(engine)))
-        self.trace.looked_up(engine.name, keys, engine.block_size)
-        missed = self._asked[engine.name]
-        if not missed.generations or missed.generations[-1] != engine.dispatcher.generation:
-            missed.generations.append(engine.dispatcher.generation)
+        self._following.run(self._what_if.looked_up(core.engine, keys, self._came(core)))
+        self.trace.looked_up(core.engine, keys, core.workers[0].context.block_size)
+        missed = self._asked[core.engine]
+        if not missed.generations or missed.generations[-1] != core.dispatcher.generation:
+            missed.generations.append(core.dispatcher.generation)
         if missing is None:
             return ""
         minute = int(self._now() // 60)
         if not missed.minutes or missed.minutes[-1][0] != minute:
             missed.minutes.append((minute, Counter()))
-        why = self._why(engine, keys[missing])
+        why = self._why(core, keys[missing])
         missed.minutes[-1][1][why] += 1
         return why
 
-    def ended(self, engine: LooksUp, task: Task, result: TaskResult, *, asks: bool) -> None:
+    def ended(self, core: Coordinator, task: Task, result: TaskResult, *, asks: bool) -> None:
         """Note a task that was answered. asks: the engine looks up what it reads."""
         keys: Sequence[str] = getattr(task, "keys", ())
         if not keys or self._storage is None:
             return
         done = len(result.block_ids)
         if task.lane is Lane.WRITE and done:
-            self._following.run(self._what_if.stored(engine.name, keys[:done], self._came(engine)))
+            self._following.run(self._what_if.stored(core.engine, keys[:done], self._came(core)))
         elif task.lane is Lane.READ and result.error is None:
             missing = done if done < len(keys) else None
-            why = "" if asks else self.looked_up(engine, keys, missing)
+            why = "" if asks else self.looked_up(core, keys, missing)
             if missing is not None:
-                why = why or self._why(engine, keys[missing])
-                (name,) = self._names(engine, engine.dispatcher.generation, keys[missing], 1)
+                why = why or self._why(core, keys[missing])
+                (name,) = self._names(core, core.dispatcher.generation, keys[missing], 1)
                 events = (one for one in self._story(name) if one["what"] == why)  # none for reasons of other kinds
                 left = min(events, key=operator.itemgetter("ago_s"), default={})
                 level, whose, ago_s = left.get("level"), left.get("engine"), left.get("ago_s")
-                engine.recorder.note(task.task_id, "missed", missing, why, level, whose, ago_s)
+                core.recorder.note(task.task_id, "missed", missing, why, level, whose, ago_s)
 
     def left(self, engine: str) -> None:
         self._following.run(self._what_if.left(engine))
         self._asked.pop(engine, None)
 
-    def _came(self, engine: LooksUp) -> int:
+    def _came(self, core: Coordinator) -> int:
         """Bytes of a stored block of this engine, all ranks together."""
-        self._asked[engine.name].engine = engine
-        return engine.objects.slot_bytes * len(engine.workers)
+        self._asked[core.engine].core = core
+        return core.workers[0].context.format.slot_bytes * len(core.workers)  # each task comes here: no call
 
     # --- why ----------------------------------------------------------------------------------------
 
-    def _why(self, engine: LooksUp, key: str) -> str:
+    def _why(self, core: Coordinator, key: str) -> str:
         """Why a block is not there for an engine: one of MISSED_FOR."""
-        names, out = self._names(engine, engine.dispatcher.generation, key), self._out()
+        names, out = self._names(core, core.dispatcher.generation, key), self._out()
         absent = [name for name in names if not self._there(name)]
         places = self._history.of(absent[0] if absent else names[0])
         left = [one.what for one in places.values() if one.what != STORED]
@@ -185,33 +174,33 @@ class KeyTraffic:
             return OUT
         if places or len(absent) < len(names):
             return INCOMPLETE
-        if any(self._history.of(other) or self._there(other) for other in self._elsewhere(engine, key)):
+        if any(self._history.of(other) or self._there(other) for other in self._elsewhere(core, key)):
             return OTHER
         if out:
             return OUT
-        (block,) = engine.objects.ids([key])
-        named = engine.objects.space, engine.dispatcher.generation, block
+        objects = _objects(core)
+        named = objects.space, core.dispatcher.generation, objects.ids([key])[0]
         if self.admission is not None and self.admission.named(named):
             return REFUSED
         return NEVER
 
-    def _names(self, engine: LooksUp, generation: str, key: str, ranks: int | None = None) -> list[str]:
+    def _names(self, core: Coordinator, generation: str, key: str, ranks: int | None = None) -> list[str]:
         """The first object of a block of this generation, of each rank, or of the first `ranks` ones."""
-        ids, suffix = engine.objects.ids([key]), engine.objects.parts[0].suffix
-        each = [worker.context.object_rank for worker in engine.workers[:ranks]]
-        return [name + suffix for rank in each for name in engine.objects.names(generation, ids, rank)]
+        objects, each = _objects(core), [worker.context.object_rank for worker in core.workers[:ranks]]
+        ids, suffix = objects.ids([key]), objects.parts[0].suffix
+        return [name + suffix for rank in each for name in objects.names(generation, ids, rank)]
 
-    def _elsewhere(self, engine: LooksUp, key: str) -> Iterator[str]:
+    def _elsewhere(self, core: Coordinator, key: str) -> Iterator[str]:
         """The first rank's object of this key in other models, layouts and generations, MOST_OTHERS at most.
 
         Each look-up that misses asks this on the loop, and engines of one model would name the same objects.
         """
-        seen = {(engine.objects.space, engine.dispatcher.generation)}
+        seen = {(_objects(core).space, core.dispatcher.generation)}
         for other in self._asked.values():
             for generation in other.served():
-                if (place := (other.engine.objects.space, generation)) not in seen:
+                if (place := (_objects(other.core).space, generation)) not in seen:
                     seen.add(place)
-                    yield self._names(other.engine, generation, key, 1)[0]
+                    yield self._names(other.core, generation, key, 1)[0]
                 if len(seen) > MOST_OTHERS:
                     return
 
@@ -243,7 +232,7 @@ class KeyTraffic:
         for name, one in self._asked.items():
             served = one.served()
             for generation in served if name in engines else ():
-                names = self._names(one.engine, generation, key)
+                names = self._names(one.core, generation, key)
                 there = Counter(level for object_ in names for level, has in self._places(object_).items() if has)
                 row = {"engine": name, "generation": generation, "serves": generation == served[0]}
                 row |= {"ranks": len(names), "there": dict(there), "history": list(self._story(names[0]))}
@@ -276,3 +265,8 @@ class KeyTraffic:
             each = zip(SIZES, sizes, shares, strict=True) if shares and sizes else ()
             rows += [WhatIfReport(level.name, times, size, share) for times, size, share in each]
         return rows
+
+
+def _objects(core: Coordinator) -> ObjectFormat:
+    """The format of an engine's objects."""
+    return core.workers[0].context.format
