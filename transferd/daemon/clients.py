@@ -42,7 +42,6 @@ class KnownClient:
     refused: ErrorInfo | None = None  # why it does not belong to the engine of that name
     ended: ErrorInfo | None = None  # how the registration ended whose token its Hello shows
     generation: str | None = None  # from its Hello: its engine's generation; None without one
-    returns: bool | None = None  # from its Hello: whether it hears of a new daemon, and attaches its memory there
     turned_away: int = 0  # tasks that it has rejected itself
     waiting: set[asyncio.Future[None]] = field(default_factory=set)  # its requests that wait for something
     welcomed: deque[int] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))  # sessions that it may name

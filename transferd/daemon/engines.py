@@ -177,7 +177,6 @@ class Engines:
             self.leave(client)
         client.engine, client.refused = engine, refused
         client.generation = said.generation if client.belongs else None
-        client.returns = said.returns
         if engine is not None:
             engine.heard.set()
 

@@ -203,7 +203,7 @@ def _returns(engine: HostedEngine, clients: Sequence[KnownClient]) -> bool | Non
     Clients register and offer their memory again by themselves; whoever has attached memory must attach it anew. Each
     that has registered the engine, offered, attached or pushed must find the way to a new daemon.
     """
-    said = [client.returns for client in clients if client.holds]
+    said = [client.said.returns for client in clients if client.holds and client.said is not None]
     if engine.cache.creator is Creator.ENGINE:
         return True if said else None if engine.registration is None else False
     return False if False in said else True if True in said else None
