@@ -366,6 +366,27 @@ async def test_a_quarantine_of_all_copies_ends_after_those_that_run(open_storage
     assert not await there(lower, 1)
 
 
+async def test_a_sweep_that_ends_early_is_followed_by_others(
+    open_storage: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had not come to waited until something else was lacking."""
+    real, runs = sweep.Sweep._sweep, list[object]()
+
+    async def counted(self: sweep.Sweep, back: write_back.WriteBack) -> None:
+        runs.append(back)
+        await real(self, back)
+
+    monkeypatch.setattr(sweep, "EVERY_S", 0.01)
+    monkeypatch.setattr(sweep.Sweep, "_sweep", counted)
+    store, _, lower = await two(open_storage)
+    below = store.levels.all_levels[1]
+    below.leaving = True
+    assert await store.put(*((name(i), content(i)) for i in range(3))) == [STORED] * 3
+    await until(lambda: len(runs) > 5, "it goes on while the level takes nothing")
+    below.leaving = False
+    await until(lambda: len(lower.stores) == 3, "they are copied")
+
+
 async def test_a_copy_that_anothers_purge_has_forbidden_is_made_later(
     open_storage: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

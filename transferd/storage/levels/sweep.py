@@ -94,6 +94,8 @@ class Sweep:
                 depth += 1
                 back.lacking.pop(name, None)
                 back.offer(name, use, depth)
+        if back.lacking:
+            back.sweep.soon()
         back.wake()
 
     async def _compare(self, back: WriteBack) -> None:
