@@ -218,7 +218,7 @@ class KvEventFeed:
 
     def objects(self) -> Iterator[list[str]]:
         """The names of all announced objects, a few hundred at a time."""
-        digests, parts = [digest for digest, _ in self.residency.stored()], self._objects.parts
+        digests, parts = self.residency.digests(), self._objects.parts
         for start in range(0, len(digests), LOOKED_AT):
             names = (name for digest in digests[start : start + LOOKED_AT] for name in self._names(digest))
             yield [name + part.suffix for name in names for part in parts]
