@@ -110,7 +110,8 @@ def test_every_note_in_the_package_is_of_a_known_kind_and_says_what_that_kind_sa
             if call.func.attr in ("note", "aside") and mine:
                 kind = call.args[1]
                 assert not call.keywords
-                kinds = ["busy", "rejected", "failed"] if isinstance(kind, ast.Name) else [ast.literal_eval(kind)]
+                named = {"status": ["busy", "rejected", "failed"], "what": ["pause", "drain"]}
+                kinds = named[kind.id] if isinstance(kind, ast.Name) else [ast.literal_eval(kind)]
                 found.update(kinds)
                 for what in kinds:
                     assert len(call.args) == 2 + len(FIELDS[what]), f"{path.name}: {ast.unparse(call)}"

@@ -39,6 +39,7 @@ class MemoryCore:
         self.boot_id = boot_id
         self.generation = ""
         self.cache = MemoryCache(self)
+        self.gate = self  # whose holds are its own
         self.ready = True
         self.hold = hold
         self.busy = False
@@ -103,7 +104,7 @@ class MemoryCore:
         """Returns when somebody resumes."""
         await self._resumed.wait()
 
-    def may_hold(self, what: str, holder: str, proof: str) -> bool:
+    def has_place(self, what: str, holder: str, proof: str) -> bool:
         return True
 
     def resume(self, holder: str, proof: str = "") -> None:
