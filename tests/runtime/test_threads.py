@@ -14,16 +14,17 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
+from typing import cast
 
 import pytest
 
 from tests.support import native
 from tests.support.simulation.faults import Gate, Latency, ThreadFaults
 from tests.support.simulation.threads import SimThreads
-from transferd.errors import Closed, NoThreads
+from transferd.errors import Closed, NoThreads, StorageError
 from transferd.runtime import threads
 from transferd.runtime.aio import every
-from transferd.runtime.threads import Direction, ThreadPools, Threads, require_threads
+from transferd.runtime.threads import Direction, SharedItems, ThreadPools, Threads, Work, require_threads
 
 OUT, IN, SETUP = Direction
 
@@ -223,6 +224,25 @@ async def test_nothing_is_held_of_a_function_and_its_memory_once_its_end_is_know
     del memory
     assert await running == 7
     assert followed() is None
+    pools.close()
+
+
+@pytest.mark.parametrize("ends", ["refused", "withdrawn"])
+async def test_nothing_is_held_of_a_function_that_waits_and_will_never_run(kind: Kind, ends: str) -> None:
+    """It may wait long behind one that hangs, and a stop could not free the memory of a load of a lost disk."""
+    shared, pools, ran = SharedItems(len, [bytearray(8)]), kind.make(), list[str]()
+    followed = weakref.ref(shared)
+    running = await kind.begun(pools, OUT, ran)
+    (share,) = shared.shares(1)
+    waiting = pools.run(OUT, share, share)  # which names itself
+    del shared, share
+    if ends == "refused":
+        cast("Work[None]", waiting).refuse(StorageError("the store is lost"))
+    else:
+        waiting.cancel()
+    assert followed() is None
+    kind.go()
+    assert await running == "done"
     pools.close()
 
 

@@ -103,7 +103,7 @@ class Work(asyncio.Future[T]):
         """Withdraw the function. False once a thread has taken it: its awaiter is then cancelled when it has ended."""
         if not self._take_turn():
             return False
-        self._function.clear()  # it holds the caller's buffers, and may wait long behind one that hangs
+        self._forget()
         return super().cancel(msg)
 
     def refuse(self, error: Exception) -> None:
@@ -113,7 +113,7 @@ class Work(asyncio.Future[T]):
 
     def give_up(self, error: Exception) -> None:
         """End with an error; no thread will begin it."""
-        self._function.clear()
+        self._forget()
         self.set_exception(error)
         self.exception()  # mark it retrieved: asyncio must not log it if no caller is left
 
@@ -147,6 +147,11 @@ class Work(asyncio.Future[T]):
     def deliver_from_thread(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller is left
             self.get_loop().call_soon_threadsafe(self.deliver)
+
+    def _forget(self) -> None:
+        """Let go of the function, and of its name: both hold the caller's buffers, and may wait long in the queue."""
+        self._function.clear()
+        self.what = None
 
     def _take_turn(self) -> bool:
         try:
