@@ -43,6 +43,7 @@ from transferd.runtime.threads import Direction
 from transferd.storage import indexed, orders
 from transferd.storage.base import Found, Item
 from transferd.storage.disks import Disk, Disks
+from transferd.storage.effects import TURNS
 from transferd.storage.keeping import PinState
 from transferd.storage.paths import path_of
 from transferd.storage.queues import EngineOwner, Use
@@ -429,14 +430,18 @@ async def test_a_disk_that_hangs_while_files_are_looked_at_is_left_out(
     await until(lambda: not ill.lost, "it answers")
 
 
-async def test_a_disk_that_answers_anything_does_not_hang(
-    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("answers", "parts"), [(True, TURNS), (False, 1)], ids=["others", "the daemon was stopped"])
+async def test_a_disk_does_not_hang_that_answers_anything_or_whose_daemon_was_stopped(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, parts: int
 ) -> None:
-    """A load takes longer than a disk may be silent; other objects come meanwhile, in each time that is waited."""
+    """A load takes longer than a disk may be silent, but others come in each part of that time, or one part is a stop.
+
+    A paused container goes on, and the loop's timers are over before any thread has told what it has done.
+    """
     store = hung_disks(tmp_path, HungDisk)
     harness = await open_storage(store)
     await put(harness, names(40))
-    ill, over = store._all[1], threading.Event()
+    ill, over, inside = store._all[1], threading.Event(), list[bool]()
     slow, other = [one for one in names(40) if ill.has(one)][:2]
     read, wait, waits = ill._directory.read, asyncio.wait, list[object]()
 
@@ -444,42 +449,17 @@ async def test_a_disk_that_answers_anything_does_not_hang(
         return (name != slow or over.wait(60.0)) and read(name, *more)
 
     async def waited(futures: Any, *, timeout: float | None = None, **more: Any) -> Any:
-        """In place of a wait for the slow load: the disk answers another one, and then the time is over."""
-        if timeout is None or waits or threading.current_thread() is not threading.main_thread() or over.is_set():
+        """In place of the first waits for the slow load: the time of each is over at once."""
+        if timeout is None or inside or threading.current_thread() is not threading.main_thread():
             return await wait(futures, timeout=timeout, **more)
-        waits.append(futures)
-        assert await there(harness, [other]) == {other}
-        over.set()
-        return set(), set(futures)
-
-    monkeypatch.setattr(ill, "_native_load", lambda *_: None)
-    monkeypatch.setattr(ill._directory, "read", hold)
-    with monkeypatch.context() as here:
-        here.setattr("transferd.storage.disks.asyncio.wait", waited)
-        assert await there(harness, [slow]) == {slow}
-    assert (len(waits), ill.lost) == (1, "")
-
-
-async def test_a_daemon_that_was_stopped_takes_no_disk_for_one_that_hangs(
-    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A paused container or machine goes on: the loop's timers are over before any thread has told what it has done."""
-    store = hung_disks(tmp_path, HungDisk)
-    harness = await open_storage(store)
-    await put(harness, names(40))
-    ill, over = store._all[1], threading.Event()
-    slow = next(one for one in names(40) if ill.has(one))
-    read, wait, waits = ill._directory.read, asyncio.wait, list[object]()
-
-    def hold(name: str, *more: Any) -> Any:
-        return (name != slow or over.wait(60.0)) and read(name, *more)
-
-    async def waited(futures: Any, *, timeout: float | None = None, **more: Any) -> Any:
-        """In place of the first wait for the slow load: its time is over at once, and then all go on."""
-        if timeout is None or waits or threading.current_thread() is not threading.main_thread():
+        if len(waits) == parts:
             over.set()
             return await wait(futures, timeout=timeout, **more)
         waits.append(futures)
+        inside.append(True)
+        if answers:
+            assert await there(harness, [other]) == {other}
+        inside.clear()
         return set(), set(futures)
 
     monkeypatch.setattr(ill, "_native_load", lambda *_: None)
@@ -487,7 +467,7 @@ async def test_a_daemon_that_was_stopped_takes_no_disk_for_one_that_hangs(
     with monkeypatch.context() as here:
         here.setattr("transferd.storage.disks.asyncio.wait", waited)
         assert await there(harness, [slow]) == {slow}
-    assert (len(waits), ill.lost) == (1, "")
+    assert (len(waits), ill.lost) == (parts, "")
 
 
 async def test_a_disk_that_hangs_at_a_start_returns_when_it_answers(
