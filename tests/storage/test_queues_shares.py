@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from transferd.storage import lru
 from transferd.storage.lru import Adopted, LruIndex, NoRoom, Use
-from transferd.storage.queues import HELD_S, PINNED, UNSAVED, EngineOwner, space_of
+from transferd.storage.queues import HELD_S, MOST_LINES, PINNED, UNSAVED, EngineOwner, space_of
 
 A, B, C = EngineOwner("a", 1), EngineOwner("b", 1), EngineOwner("c", 2)
 
@@ -203,9 +204,32 @@ def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
     assert not any(one.pinned for one in index.queues())
 
 
-@pytest.mark.parametrize("seeds", [range(250)])
-def test_after_any_history_accounts_are_right_and_shares_hold(seeds: range) -> None:
-    for seed in seeds:
+def test_engines_that_come_and_go_leave_few_lines_and_the_order() -> None:
+    """Each look at the order of an owner's objects walks all of its lines."""
+    index, pinned = LruIndex(10**6), set[str]()
+    for life in range(100):
+        owner = EngineOwner(f"e{life}", 1)
+        index.claim(owner, "m/f", 0.5)
+        stored(index, owner, chain("m", 4, 4 * life))
+        if life % 10 == 7:
+            (name,) = chain("m", 1, 4 * life)
+            entry = index.get(name)
+            assert entry is not None
+            index.pin(entry)
+            pinned.add(name)
+        index.disown(owner)
+    (queue,) = index.queues()
+    assert len(queue.lines) <= MOST_LINES
+    assert all(line.queue is queue for line in queue.lines)
+    check(index, 0, pinned)
+    going = [name for life in range(100) for name in reversed(chain("m", 4, 4 * life)) if name not in pinned]
+    assert [victim.name for victim in index.evict(10**6, Use(owner=queue.owner))] == going
+
+
+@pytest.mark.parametrize("lines", [2, MOST_LINES])
+def test_after_any_history_accounts_are_right_and_shares_hold(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
+    monkeypatch.setattr(lru, "MOST_LINES", lines)
+    for seed in range(250):
         story(seed)
 
 
@@ -260,6 +284,10 @@ def story(seed: int) -> None:
             before = {}
         elif step < 0.97:
             index.disown(owner)
+            if draw.random() < 0.5:  # another one takes its objects over for a while
+                index.claim(brief := EngineOwner(f"{seed}", 3), f"{owner.engine}/f", 0.0)
+                index.find(draw.sample(index.names(), min(3, len(index))), Use(owner=brief))
+                index.disown(brief)
             index.claim(owner, f"{owner.engine}/f", shares[owner])
             before = {}
         for other, had_bytes in before.items():

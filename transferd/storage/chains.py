@@ -97,10 +97,10 @@ class Chains:
         """
         if (group := queue.own.groups.get(use)) is not None:
             return group
-        for line in queue.lines[1:]:
-            if (group := line.groups.get(use)) is not None:
-                return group
         elsewhere = self.of.setdefault(use, [])
+        for group in elsewhere:
+            if group.line.queue is queue:
+                return group
         if elsewhere:
             number = elsewhere[0].number
         elif number is None:

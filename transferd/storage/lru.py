@@ -43,6 +43,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 from transferd.storage.chains import Chains
@@ -54,6 +55,7 @@ from transferd.storage.queues import (
     GONE,
     GUESSED,
     HELD_S,
+    MOST_LINES,
     PINNED,
     RESTORED,
     SLACK,
@@ -61,6 +63,7 @@ from transferd.storage.queues import (
     UNSAVED,
     Adopted,
     Entry,
+    Line,
     NoRoom,
     Noted,
     Queue,
@@ -174,7 +177,23 @@ class LruIndex:
                 del self._queues[key]
                 for one in self._reserved.values():
                     one.queue = mine if one.queue is queue else one.queue
+        while len(mine.lines) > MOST_LINES:
+            self._merge(*heapq.nsmallest(2, mine.lines[1:], key=lambda line: len(line.groups)))
         self._shared = self._shared or share > 0
+
+    def _merge(self, line: Line, into: Line) -> None:
+        """Move all objects of a line to another one of its queue, where each keeps its place in the order."""
+        for group in [*line.groups.values(), line.aside]:
+            there = into.aside if group is line.aside else into.groups.setdefault(group.use, group)
+            if there is group:
+                group.line = into
+                continue
+            for entry in group.root_first():
+                there.add(entry, entry.depth)
+            if group is not line.aside:
+                self.chains.forget(group)
+        into.groups = OrderedDict(sorted(into.groups.items(), key=lambda item: item[1].number))
+        line.queue.lines.remove(line)
 
     def disown(self, owner: Hashable) -> None:
         """Note that the engine has left: another one of its space may take over its objects. Its share ends later."""

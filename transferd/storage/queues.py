@@ -27,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 SLACK = 64  # a group's list may hold twice as many entries as the group has live ones, plus this many
+MOST_LINES = 16  # of a queue
 RECENT = 32  # how many of the latest uses a chain may continue
 RESTORED = 0  # the number of the group that comes before every use
 HELD_S = 600.0  # how long the share of an engine that has left is kept
