@@ -205,25 +205,32 @@ def test_a_smaller_capacity_ends_pins_that_do_not_fit() -> None:
 
 
 def test_engines_that_come_and_go_leave_few_lines_and_the_order() -> None:
-    """Each look at the order of an owner's objects walks all of its lines."""
-    index, pinned = LruIndex(10**6), set[str]()
+    """Each look at the order of an owner's objects walks all of its lines. Two engines live beside each other."""
+    index, pinned, going = LruIndex(10**6), set[str](), list[str]()
     for life in range(100):
-        owner = EngineOwner(f"e{life}", 1)
-        index.claim(owner, "m/f", 0.5)
-        stored(index, owner, chain("m", 4, 4 * life))
+        owners = [EngineOwner(f"{which}{life}", 1) for which in "ab"]
+        each = [chain("m", count, 10 * life + first) for first, count in ((0, 4), (5, 1 + life % 5))]
+        for owner, names in zip(owners, each, strict=True):
+            index.claim(owner, "m/f", 0.25)
+            for name in names[::-1]:  # a use for each
+                stored(index, owner, [name])
+        index.find([names[0] for names in each], Use(owner=owners[0]))  # one that has objects of both
         if life % 10 == 7:
-            (name,) = chain("m", 1, 4 * life)
-            entry = index.get(name)
+            entry = index.get(each[0][-1])
             assert entry is not None
             index.pin(entry)
-            pinned.add(name)
-        index.disown(owner)
+            pinned.add(entry.name)
+        going += [name for names in each for name in names[:0:-1]] + [each[1][0], each[0][0]]
+        for owner in owners:
+            index.disown(owner)
+    index.claim(A, "m/f", 0.25)
     (queue,) = index.queues()
     assert len(queue.lines) <= MOST_LINES
     assert all(line.queue is queue for line in queue.lines)
     check(index, 0, pinned)
-    going = [name for life in range(100) for name in reversed(chain("m", 4, 4 * life)) if name not in pinned]
-    assert [victim.name for victim in index.evict(10**6, Use(owner=queue.owner))] == going
+    evicted = [victim.name for victim in index.evict(10**6, Use(owner=A))]
+    assert evicted == [name for name in going if name not in pinned]
+    assert not index.chains.of
 
 
 @pytest.mark.parametrize("lines", [2, MOST_LINES])
