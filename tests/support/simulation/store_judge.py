@@ -59,6 +59,7 @@ class Judge:
     unlisted: list[Medium]  # those that were not well when this life began, and have not served since
     bucket: SimBucket
     drained: set[str]
+    using: set[str]  # levels that are being put back
     through: bool
     storage: Storage
     context: Context  # of the daemon's process
@@ -155,7 +156,7 @@ class Judge:
             own = one.own.intersection(one.kept) - others
             one.begun |= {key: one.kept[key] for key in own if self.reads(key)}
         for key in self.names:  # what a life has found belongs to whichever engine uses it first
-            found = self.own.get(key, -1.0) <= self.found_at or key in self.came
+            found = self.own.get(key, -1.0) <= self.found_at or key in self.came or bool(self.using)
             if engine in (None, key[0]) or found or key in self.pinned:
                 self.kept.pop(key, None)
                 self.purged_at[key] = now

@@ -62,7 +62,7 @@ class Story(Node):
         self.seen = Counter[str]()
         self.tasks = self.harm = 0
         self.spoils = self.held = False
-        self.drained, self.pinned, self.rotten = set(), set(), set()
+        self.drained, self.using, self.pinned, self.rotten = set(), set(), set(), set()
         self.calm = loop.time()  # since when the first level is well
         self.bucket_calm = -math.inf  # since when the bucket is
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
@@ -346,12 +346,13 @@ class Story(Node):
         self.seen["purge ended"] += 1
         gone = {key for key in fits if self.started.get(key, -1.0) < began}
         if engine is not None:  # what is found on a medium belongs to whichever engine of its space uses it first
-            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not self.drained}
+            away = self.drained | self.using  # a level that is put back is found anew, too
+            known = {key for key in gone if self.own.get(key, -1.0) > self.found_at and not away}
             # What comes up from a bucket, too, belongs to who loads it first, also if another engine had stored it.
             comes = self.came.union(self.keys if "b" in self.shape else ())
             known = {key for key in known if key not in comes or self.users[key] == {engine}}
             used = {key for key in gone if self.found_at < self.loaded.get(key, -1.0) < began - USED_S}
-            known |= {key for key in used if self.users[key] == {engine} and not self.drained}
+            known |= {key for key in used if self.users[key] == {engine} and not away}
             gone = known - self.pinned  # one that is found pinned stays with the engine that came first
         missed = set(getattr(purged, "not_reached", ()))
         self.check_purged(gone, aside, missed)
@@ -394,8 +395,12 @@ class Story(Node):
                 for one in list(self.bucket.objects):
                     self.bucket.forget(one)
             self.drained.discard(name)
+            self.using.add(name)
             began = self.loop.time()
-            await self.clients["a"].use_level(name)
+            try:
+                await self.clients["a"].use_level(name)
+            finally:
+                self.using.discard(name)
             self.check_forgotten(name, began)
             self.found_at = max(self.found_at, self.loop.time())
             self.came |= self.where(name)
