@@ -63,7 +63,7 @@ class Story(Node):
         self.tasks = self.harm = 0
         self.spoils = self.held = False
         self.drained, self.using, self.pinned, self.rotten = set(), set(), set(), set()
-        self.calm = loop.time()  # since when the first level is well
+        self.calm = loop.time()  # since when the first level is well; while it is not, the time of the last look
         self.bucket_calm = -math.inf  # since when the bucket is
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
         self.reading = []
@@ -225,11 +225,11 @@ class Story(Node):
             and not self.through
             and self.shape[0] == "m"
         ):
-            assert began < self.calm, f"buffers: a store to a healthy first level expired: {result}"
+            assert began <= self.calm, f"buffers: a store to a healthy first level expired: {result}"
         late = result.status is Status.EXPIRED or any("not answered a copy" in str(rank.error) for rank in result.ranks)
         if late and not given_up and shared and self.shape[0] == "m":
             calm = max(self.calm, self.bucket_calm + CALM_S)
-            assert began < calm, f"copies: a hand-over from memory to a healthy bucket is late: {result}"
+            assert began <= calm, f"copies: a hand-over from memory to a healthy bucket is late: {result}"
 
     def _read(self) -> Any:
         keys = self.latest if self.latest and self.chance.random() < 0.3 else self.draw(4)
