@@ -221,6 +221,12 @@ class SimHome(Home):
         super().opened()
         self._above = frozenset({BENEATH})
 
+    def is_beneath(self, mount_point: str) -> bool:
+        if not Path(f"{self.root}{PULLED}").exists():
+            return False
+        self._above = frozenset({BENEATH})
+        return True
+
 
 class SimDirectory(ObjectDirectory):
     """An ObjectDirectory whose medium fails, and hears what leaves it. A fault EROFS is one of changes only."""

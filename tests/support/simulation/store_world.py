@@ -66,6 +66,7 @@ class Story(Node):
         self.calm = loop.time()  # since when the first level is well; while it is not, the time of the last look
         self.bucket_calm = -math.inf  # since when the bucket is
         self.kept, self.purged_at, self.durable, self.started, self.own = {}, {}, {}, {}, {}
+        self.asked: dict[str, float] = {}  # when a pin of each was asked for the last time
         self.reading = []
         self.latest: Sequence[str] = ()  # the keys of the latest store
         self.removed: Sequence[str] = ()  # the keys of objects that were removed from outside at last
@@ -314,12 +315,14 @@ class Story(Node):
         began, harm = self.loop.time(), self.harm
         self.pinned |= set(keys)
         for key in keys:
-            self.durable.pop(key, None)  # a pin replaces the engine's earlier one
+            self.durable.pop(key, None)  # a pin replaces the engine's earlier one,
+            self.asked[key] = began  # also one that has yet to be answered
         pinned = await self.clients[keys[0][0]].pin(keys, ttl)
         self.check_pinned(keys, pinned.durable, began)
         if pinned.durable == len(keys) and harm == self.harm:
             self.seen["pinned durably"] += len(keys)
-            lasting = [key for key in keys if key not in self.rotten and not self.left(key, began)]
+            latest = [key for key in keys if self.asked[key] == began]
+            lasting = [key for key in latest if key not in self.rotten and not self.left(key, began)]
             self.durable.update(dict.fromkeys(lasting, began + ttl))
 
     def _unpin(self) -> Any:
