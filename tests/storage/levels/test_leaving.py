@@ -67,6 +67,32 @@ async def test_a_drained_levels_only_copies_go_below_and_it_keeps_its_objects(
     assert (outcome.level, data) == (0, content(0))
 
 
+async def test_a_drain_waits_until_a_level_that_is_put_back_has_found_its_objects(
+    open_storage: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said that nothing is only there: nothing had been found yet, and who drains removes the medium next."""
+    files = FileStorage(file_config(tmp_path, 100 * NBYTES), unit=1)
+    store = await open_storage(stack(MemoryStorage(memory_config(NBYTES // 2)), files))
+    levels, returns, gate = store.storage, files._returns, asyncio.Event()
+    assert isinstance(levels, LevelsStorage)
+
+    async def held() -> bool:
+        await gate.wait()
+        return await returns()
+
+    monkeypatch.setattr(files, "_returns", held)
+    await put(store, 0)
+    alone = LevelChange("file", "drained", 1, NBYTES)
+    assert await levels.change("file", leaves=True) == alone
+    using = asyncio.ensure_future(levels.change("file", leaves=False))
+    await until(lambda: files.lost and not files.count, "it reads its medium anew")
+    draining = asyncio.ensure_future(levels.change("file", leaves=True))
+    await asyncio.wait([draining], timeout=0.1)
+    gate.set()
+    assert await draining == alone
+    await using
+
+
 async def test_what_only_a_level_has_is_counted_in_turns_of_the_loop(open_storage: Open) -> None:
     """No other level could be asked, so a million objects were looked at in one step: that took seconds."""
     store = await open_storage(stack(MemoryStorage(memory_config(10**6)), gated(MemoryStorage(memory_config(10**6)))))

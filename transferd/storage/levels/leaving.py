@@ -36,10 +36,13 @@ class Leaving:
         self._proving = proving
         self._sweep = sweep
         self._draining: dict[int, asyncio.Task[dict[str, int]]] = {}  # by the level's number
+        self._opening = asyncio.Lock()  # held while a level that is put back looks for its objects
 
     async def drain(self, name: str) -> LevelChange:
         """Take a level out. Returns when that is over, or it was put back. Raises RequestError, or why it failed."""
         level = self._parts.named(name)
+        async with self._opening:  # else nothing would be there, and nothing alone
+            pass
         if not level.leaving:
             if all(one.leaving for one in self._parts.levels if one is not level):
                 what = f"{name} is the only level that is in use"
@@ -53,7 +56,8 @@ class Leaving:
                 raise error
             if not running.cancelled():
                 return self._changed(level, running.result())
-        return self._changed(level, await self._alone_of(level, {}) if level.drained else {})
+        async with self._opening:
+            return self._changed(level, await self._alone_of(level, {}) if level.drained else {})
 
     async def use(self, name: str) -> LevelChange:
         """Put a level back. What a bucket or pool once had is not believed any more. Raises RequestError."""
@@ -62,8 +66,10 @@ class Leaving:
             draining.cancel()
             await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
         elif level.leaving:
-            await level.storage.open_anew()
-            level.leaving = level.drained = False
+            async with self._opening:
+                if level.leaving:
+                    await level.storage.open_anew()
+                level.leaving = level.drained = False
         level.forget_hints()
         self._sweep.open_anew(level)
         return self._changed(level, {})
