@@ -315,7 +315,7 @@ def check(index: LruIndex, seed: int, pinned: set[str]) -> None:
     order = [(entry.group.number, -entry.depth) for entry in entries if entry.group and not entry.pinned]
     assert order == sorted(order, reverse=True), f"seed {seed}: across owners, too"
     for account in accounts:
-        own = [entry for entry in entries if entry.group is not None and entry.group.queue is account]
+        own = [entry for entry in entries if entry.group is not None and entry.group.line.queue is account]
         assert account.pinned == sum(entry.nbytes for entry in own if entry.pinned), f"seed {seed}"
         assert account.objects == len(own), f"seed {seed}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -95,6 +95,13 @@ class Clients:
     def at(self, engine: HostedEngine) -> list[KnownClient]:
         """The clients that are bound to this engine, the oldest first."""
         return [client for client in self._peers.values() if client.engine is engine]
+
+    def by_engine(self) -> dict[HostedEngine | None, list[KnownClient]]:
+        """The same for all engines that have some: who asks for each engine walks all clients once."""
+        each = defaultdict[HostedEngine | None, list[KnownClient]](list)
+        for client in self._peers.values():
+            each[client.engine].append(client)
+        return dict(each)
 
     def __getitem__(self, peer: bytes) -> KnownClient:
         return self._peers[peer]

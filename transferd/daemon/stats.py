@@ -54,12 +54,13 @@ def report_of(parts: Parts) -> Generator[None, None, Report]:
     """The report as it is now, without concerns, in pieces of one engine: about a millisecond at 8 ranks."""
     engines, own, storage, shared = parts.engines.all, parts.engines.own, _storage(parts), parts.engines.shared
     ranks, found = dict[HostedEngine, list[rows.RankReport]](), dict[HostedEngine, rows.EngineReport]()
+    clients = parts.server.clients.by_engine()
     total = parts.engines.departed  # an engine that leaves before the report is made is among `engines`
     for engine in engines:
         ranks[engine] = engine.ranks()
         kinds = of_engine(ranks[engine])
         total = total.and_of(engine, kinds)
-        found[engine] = _engine(engine, parts, kinds, storage)
+        found[engine] = _engine(engine, clients.get(engine, ()), parts, kinds, storage)
         yield
     server, lanes = parts.server.statistics(), together([total.lanes])
     for name, kind in lanes.items():
@@ -139,9 +140,10 @@ def _users(endpoints: Sequence[str]) -> rows.UsersReport:
     return rows.UsersReport(told_apart=not why, hidden_as=hidden_uid(), why=why)
 
 
-def _engine(engine: HostedEngine, parts: Parts, kinds: Kinds, storage: rows.StorageReport) -> rows.EngineReport:
+def _engine(
+    engine: HostedEngine, clients: Sequence[KnownClient], parts: Parts, kinds: Kinds, storage: rows.StorageReport
+) -> rows.EngineReport:
     cache, tasks, traffic, log = engine.cache, engine.dispatcher, engine.shared.traffic, engine.shared.tasks
-    clients = parts.server.clients.at(engine)
     unattached, unattached_s = _unattached(engine, clients)
     totals = parts.windows.recent(added(kinds.values()), engine.name)
     return rows.EngineReport(

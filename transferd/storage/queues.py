@@ -286,10 +286,6 @@ class UseGroup:
     _behind: int = 0  # the depth behind its deepest block so far
 
     @property
-    def queue(self) -> Queue:
-        return self.line.queue
-
-    @property
     def ends(self) -> int:
         """The depth at which its chain goes on: behind all blocks that the use stores or, without any, has found."""
         return self.use.stop or self._behind
