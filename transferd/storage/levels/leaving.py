@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 
 from transferd.errors import RequestError, StorageError
@@ -36,12 +37,12 @@ class Leaving:
         self._proving = proving
         self._sweep = sweep
         self._draining: dict[int, asyncio.Task[dict[str, int]]] = {}  # by the level's number
-        self._opening = asyncio.Lock()  # held while a level that is put back looks for its objects
+        self._opening = defaultdict[int, asyncio.Lock](asyncio.Lock)  # held while a level, put back, looks for objects
 
     async def drain(self, name: str) -> LevelChange:
         """Take a level out. Returns when that is over, or it was put back. Raises RequestError, or why it failed."""
         level = self._parts.named(name)
-        async with self._opening:  # else nothing would be there, and nothing alone
+        async with self._opening[level.number]:  # else nothing would be there, and nothing alone
             pass
         if not level.leaving:
             if all(one.leaving for one in self._parts.levels if one is not level):
@@ -56,7 +57,7 @@ class Leaving:
                 raise error
             if not running.cancelled():
                 return self._changed(level, running.result())
-        async with self._opening:
+        async with self._opening[level.number]:
             return self._changed(level, await self._alone_of(level, {}) if level.drained else {})
 
     async def use(self, name: str) -> LevelChange:
@@ -66,7 +67,7 @@ class Leaving:
             draining.cancel()
             await asyncio.wait([draining])  # it puts the level back, so that another drain begins only after it
         elif level.leaving:
-            async with self._opening:
+            async with self._opening[level.number]:
                 if level.leaving:
                     await level.storage.open_anew()
                 level.leaving = level.drained = False
